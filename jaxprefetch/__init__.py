@@ -1,0 +1,14 @@
+"""Batches that are already on their devices when the training loop asks for them.
+
+    from jaxprefetch import prefetch_to_device
+
+    with prefetch_to_device(loader, size=2, sharding=sharding) as batches:
+        for batch in batches:
+            state, metrics = train_step(state, batch)
+"""
+
+from jaxprefetch.prefetch import DevicePrefetcher, prefetch_to_device
+from jaxprefetch.statistics import PrefetchStatistics
+
+__all__ = ["DevicePrefetcher", "PrefetchStatistics", "prefetch_to_device"]
+__version__ = "0.1.0"

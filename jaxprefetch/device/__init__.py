@@ -1,0 +1,1 @@
+"""From batches in host memory to arrays on devices. Knows nothing of sources."""

@@ -1,0 +1,98 @@
+"""What has happened on the devices: which arrays have landed, which steps are over.
+
+    fence = completion.dispatch_fence(devices)        # after the step
+    fence.block_until_ready()                         # the step is over
+
+A fence is a tiny compiled op on this process's devices. It reads a small resident array, never a batch: an input still
+in transfer would make the compute stream wait for the copy. Its result belongs to us alone, so it may be polled;
+arrays that the consumer can delete may not (`Array.is_ready()` after `delete()` ends the process before jaxlib 0.11.2).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+MARKER_BYTES = 64
+
+
+def memory_in_compute_order(devices: Sequence[jax.Device]) -> bool:
+    """Whether memory freed and allocated again is ordered by the compute stream, so that landing releases a batch.
+
+    References: `kComputeSynchronized` in XLA's `pjrt/se/local_device_state.h`: GPU clients only.
+    """
+    return bool(devices) and all(device.platform in ("gpu", "cuda", "rocm") for device in devices)
+
+
+def dispatch_fence(devices: Sequence[jax.Device]) -> jax.Array | None:
+    """Dispatches a fence behind all that was enqueued on `devices` so far; None where there are no devices."""
+    if not devices:
+        return None
+    run = _compiled_fence(tuple(devices))
+    if jax.config.jax_disable_jit:
+        with jax.disable_jit(False):
+            return run()
+    return run()
+
+
+def put_marker(devices: Sequence[jax.Device]) -> jax.Array | None:
+    """Puts a few bytes on every device: once they have landed, so have the copies queued before."""
+    if not devices:
+        return None
+    return jax.device_put(np.zeros(MARKER_BYTES, np.uint8), _sharding(tuple(devices), PartitionSpec()))
+
+
+def have_landed(arrays: Sequence[jax.Array]) -> bool:
+    """Whether all arrays are on their devices. Only for arrays that no one else can delete."""
+    return all(array.is_ready() for array in arrays)
+
+
+def wait_landed(arrays: Sequence[jax.Array]) -> bool:
+    """Waits until all arrays have landed; False when the consumer has deleted or donated one of them.
+
+    Raises:
+        jax.errors.JaxRuntimeError: the transfer, or the computation that makes an array, has failed.
+
+    Blocking: until the copies are done; the GIL is free meanwhile.
+    """
+    try:
+        jax.block_until_ready(arrays)
+    except RuntimeError:
+        if not any(array.is_deleted() for array in arrays):
+            raise
+        return False
+    return not any(array.is_deleted() for array in arrays)
+
+
+@functools.cache
+def _compiled_fence(devices: tuple[jax.Device, ...]) -> Callable[[], jax.Array]:
+    """Compiled in a thread of its own: the caller's contexts (`set_mesh`, `disable_jit`, …) do not reach there."""
+    made: list[Callable[[], jax.Array]] = []
+    errors: list[BaseException] = []
+
+    def compile_fence() -> None:
+        try:
+            with jax.disable_jit(False):
+                resident = jax.device_put(np.zeros(len(devices), np.int32), _sharding(devices, PartitionSpec("fence")))
+                compiled = jax.jit(lambda x: x + np.int32(1)).lower(resident).compile()
+            made.append(functools.partial(compiled, resident))
+        except BaseException as error:  # re-raised below, on the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=compile_fence, name="jaxprefetch-compile", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return made[0]
+
+
+def _sharding(devices: tuple[jax.Device, ...], spec: PartitionSpec) -> jax.sharding.Sharding:
+    if len(devices) == 1:
+        return SingleDeviceSharding(devices[0])
+    return NamedSharding(Mesh(np.array(devices), ("fence",)), spec)

@@ -1,0 +1,1 @@
+"""From the source to batches in host memory. Knows nothing of devices."""

@@ -1,0 +1,53 @@
+"""Rows: what happens to a batch with fewer of them than the first.
+
+    policy = LastBatch("pad")
+    policy.admit(0, rows=96, shards=8)      # 96: deliver as it is
+    policy.admit(7, rows=13, shards=8)      # 96: pad it to so many
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Mode = Literal["error", "drop", "pad"]
+MODES = ("error", "drop", "pad")
+
+
+class LastBatch:
+    """Decides from the rows of each batch, in order. One object a pass.
+
+    Args:
+        mode: `"error"` delivers every batch as it is (one that cannot be split is refused where it is placed),
+            `"drop"` leaves out a short last batch, `"pad"` fills up to the rows of batch 0, rounded up to the shards.
+    """
+
+    def __init__(self, mode: Mode):
+        self.mode = mode
+        self._rows: int | None = None
+        self._short: tuple[int, int] | None = None
+
+    def admit(self, number: int, rows: int, shards: int) -> int | None:
+        """The rows to deliver; None to hold the batch back, which is right only if it turns out to be the last.
+
+        Raises:
+            ValueError: more rows than there is room for, or a short batch that was not the last.
+        """
+        if self._short is not None:
+            short, had = self._short
+            raise ValueError(
+                f"Batch {short}: {had} rows where batch 0 has {self._rows}, and it is not the last: last_batch='drop' "
+                "leaves out a short last batch only. Let the source batch evenly, or pass last_batch='pad'."
+            )
+        if self._rows is None:
+            self._rows = -(-rows // shards) * shards if self.mode == "pad" else rows
+        if self.mode == "drop" and rows < self._rows:
+            self._short = number, rows
+            return None
+        if self.mode != "pad":
+            return rows
+        if rows > self._rows:
+            raise ValueError(
+                f"Batch {number}: {rows} rows do not fit the {self._rows} that last_batch='pad' gives every batch, "
+                "from batch 0. Let the source put its largest batch first, or split larger ones."
+            )
+        return self._rows

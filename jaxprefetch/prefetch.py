@@ -1,0 +1,332 @@
+"""`prefetch_to_device`: any iterator becomes batches that are already on their devices.
+
+    with prefetch_to_device(loader, size=2, sharding=sharding, max_bytes="2GiB") as batches:
+        for batch in batches:
+            state, metrics = train_step(state, batch)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from jaxprefetch.device.completion import memory_in_compute_order
+from jaxprefetch.device.feed import Feed
+from jaxprefetch.device.placement import Placement
+from jaxprefetch.device.window import Window
+from jaxprefetch.host.batching import MODES, Mode
+from jaxprefetch.host.reader import Inline, Pipeline, Reader
+from jaxprefetch.host.source import Source
+from jaxprefetch.staging import KeepOnHost, Stager, StagingOptions
+from jaxprefetch.statistics import PrefetchStatistics, verdict
+
+logger = logging.getLogger("jaxprefetch")
+T = TypeVar("T")
+
+
+def prefetch_to_device(
+    source: Iterable[T],
+    size: int = 2,
+    *,
+    sharding: Any = None,
+    max_bytes: int | str | None = None,
+    host_size: int = 4,
+    max_host_bytes: int | str | None = None,
+    keep_on_host: KeepOnHost = None,
+    last_batch: Mode = "error",
+    mask_key: str = "mask",
+    batch_axis: int = 0,
+    delete_used: bool = False,
+    fresh_buffers: bool | None = None,
+) -> DevicePrefetcher[T]:
+    """Batches of `source`, already on their devices, with the copy hidden behind the step before.
+
+    A thread pulls batches and copies them to host memory of our own, so nothing delivered changes later. `next()` puts
+    the batch after the one it returns, before it returns it: a device does not start a copy into new memory before the
+    steps that are queued have ended, so a copy that is put after the step is dispatched would not overlap with it.
+
+    Args:
+        source: any iterable of batches (pytrees). Each pass yields what a `for` loop over it yields. The thread alone
+            touches it from the first `next()` on, and closes its iterator.
+        size: batches ahead of the loop, counting the one that is returned. 2 hides the copy; 3 helps when sizes or
+            step times vary and the copy takes more than 0.7 of a step; with 1 the host still works ahead, but on a GPU
+            the copy cannot overlap with a step.
+        sharding: `None` (the default device in force now; arrays stay uncommitted, as `jax.device_put(x)` leaves them),
+            a `jax.Device`, any `jax.sharding.Sharding`, a `PartitionSpec` under the mesh in force now, or a pytree
+            prefix of these. For leaves of lower rank, axes that they do not have are left out of the spec. In a
+            multi-process run each process yields its own rows, `(local_batch, ...)`, of a global array.
+        max_bytes: the most bytes of batches on any one device (`2 << 30` or `"2GiB"`). Counted from the put until
+            released. At least two batches must fit, one with `delete_used`.
+        host_size: batches pulled and not yet put. 0 pulls on the calling thread, without a thread: the first `next()`
+            pulls `size` batches, each later one pulls one, and blocks as long as that takes.
+        max_host_bytes: the most bytes of host memory for batches that have not landed; one always gets through.
+        keep_on_host: leaves that are delivered as they are: paths (`"meta/name"`, also of whole subtrees) or a function
+            `(path, leaf) -> bool`. Strings and other objects need it.
+        last_batch: `"error"` refuses a batch whose rows do not divide over the devices and delivers all others.
+            `"drop"` leaves out a last batch with fewer rows than batch 0. `"pad"` gives every batch the rows of batch 0,
+            rounded up to the devices, and a boolean mask of the real ones: at `mask_key` of a dict batch, else the
+            batch becomes `(batch, mask)`.
+        mask_key: where `"pad"` puts the mask in dict batches.
+        batch_axis: the axis of rows.
+        delete_used: batch k is deleted when batch k+1 is asked for: one batch of device memory less. Loops that look
+            back must not use it. Arrays that the source made itself are never deleted.
+        fresh_buffers: True promises that the source never writes to a leaf again, nor yields its memory twice: leaves
+            are then sent, and kept ones handed on, without a copy.
+
+    Returns:
+        An iterator and context manager. Leaves are `jax.Array`; 64-bit types follow JAX's x64 setting as it is now;
+        Python numbers stay weakly typed; arrays that the source made itself are passed, or moved where they must be.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be. Errors of the source, and of a batch that cannot be
+            placed, come from `next()` in the place of that batch.
+
+    Thread safety: one thread at a time may call `next()`; `close()` and `statistics()` are for any thread.
+
+    References: `kComputeSynchronized` in XLA's `pjrt/se/local_device_state.h`.
+    """
+    _check("size", size, 1, "0 batches ahead is the plain loop; size=1 keeps one")
+    _check("host_size", host_size, 0, "")
+    _check("batch_axis", batch_axis, 0, "")
+    if last_batch not in MODES:
+        raise ValueError(f"last_batch: expected one of {', '.join(map(repr, MODES))}, got {last_batch!r}.")
+    options = StagingOptions(keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers)
+    placement = Placement(sharding)
+    return DevicePrefetcher(
+        Source(source),
+        Stager(placement, options),
+        functools.partial(
+            Window, size, delete_used=bool(delete_used), max_bytes=parse_bytes("max_bytes", max_bytes)
+        ),
+        placement,
+        host_size=host_size,
+        max_host_bytes=parse_bytes("max_host_bytes", max_host_bytes),
+    )
+
+
+class DevicePrefetcher(Generic[T]):
+    """What `prefetch_to_device` returns: an iterator of batches on their devices, and a context manager.
+
+    `iter()` in the middle of a pass continues it; after the end it begins a new pass if the source can be iterated
+    again. After an error, and after the end until `iter()`, `next()` raises the same again.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        stager: Stager,
+        window: Callable[..., Window],
+        placement: Placement,
+        *,
+        host_size: int,
+        max_host_bytes: int | None,
+    ):
+        self._source = source
+        self._stager = stager
+        self._host_size = host_size
+        self._max_host_bytes = max_host_bytes
+        self._context = _caller_context()
+        released_by = "landing" if memory_in_compute_order(placement.devices) else "fence"
+        self._feed = Feed(window(released_by=released_by, inline=host_size == 0))
+        self._readers: list[Reader | Inline] = []  # the current one, if any; shared with the finaliser
+        self._past = [0, 0, 0, 0]  # pulled, pull_ns, stage_ns, room_ns of passes that are over
+        self._over = False  # the current pass has ended
+        self._said_spent = False
+        self._turn = threading.Lock()  # held by the thread inside next(); never waited for
+        weakref.finalize(self, _cancel, self._readers).atexit = False
+
+    def __iter__(self) -> Iterator[T]:
+        if self._feed.closed:
+            raise ValueError("This prefetcher is closed. Make a new one to iterate again.")
+        if self._over and self._feed.error is None:
+            if self._source.reiterable:
+                self._begin_pass()
+            elif not self._said_spent:
+                self._said_spent = True
+                logger.warning(
+                    "jaxprefetch: the source was an iterator and is spent, so this pass is empty. "
+                    "Pass an iterable (a list, a loader) to go through it again."
+                )
+        return self
+
+    def __next__(self) -> T:
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError(
+                "next() was called while another call of it runs: one thread at a time may take batches. "
+                "Take them in one thread and hand them on."
+            )
+        try:
+            if self._over or self._feed.closed:
+                return self._raise_end()
+            self.start_prefetch()
+            return self._next()
+        finally:
+            self._turn.release()
+
+    def __enter__(self) -> DevicePrefetcher[T]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def start_prefetch(self) -> None:
+        """Starts the thread that pulls and stages, as the first `next()` would. Never blocks."""
+        if not self._readers and not self._feed.closed and not self._over:
+            self._begin_pass()
+
+    @property
+    def element_spec(self) -> Any:
+        """The tree of `jax.ShapeDtypeStruct` (global shapes, shardings) of the first batch.
+
+        Leaves kept on the host that are no arrays of numbers show their type. Blocking: for the first batch.
+        """
+        if self._stager.element_spec is None:
+            self.start_prefetch()
+            with self._turn:
+                self._feed.peek()
+            if self._stager.element_spec is None and self._feed.error is not None:
+                raise self._feed.error
+        if self._stager.element_spec is None:
+            raise ValueError("element_spec: the source is empty, so there is no first batch to tell it from.")
+        return self._stager.element_spec
+
+    def close(self) -> None:
+        """Ends the pass for good and frees what was not handed out; the batch in the loop's hands stays alive.
+
+        Blocking: about a second at most, for a reader that is inside the source; it is then left behind, which is
+        logged, and closes the source when it wakes.
+
+        Thread safety: any thread, any number of times. A `next()` that waits elsewhere ends with `StopIteration`.
+        """
+        self._feed.closed = True
+        if self._readers:
+            self._count_past()
+            self._readers.pop().close()
+        if self._turn.acquire(blocking=False):
+            try:
+                self._feed.clear()
+            finally:
+                self._turn.release()
+
+    def statistics(self) -> PrefetchStatistics:
+        """Counts, bytes and waits so far, and what the loop is bound by. Never blocks."""
+        feed, window, loop = self._feed, self._feed.window, self._feed.times
+        pulled, pull_ns, stage_ns, room_ns = (a + b for a, b in zip(self._past, self._times(), strict=True))
+        bound = window.size + (not window.delete_used or feed.foreign)
+        return PrefetchStatistics(
+            pulled=pulled,
+            issued=window.issued,
+            taken=window.taken,
+            released=window.released,
+            in_flight=window.in_flight,
+            peak_in_flight=window.peak_batches,
+            bound=bound,
+            bytes_in_flight=window.bytes_in_flight,
+            peak_bytes_in_flight=window.peak_bytes,
+            bytes_bound=bound * feed.largest if window.max_bytes is None else window.max_bytes,
+            kept_by_consumer=feed.kept,
+            source_wait_s=loop.source_ns / 1e9,
+            room_wait_s=loop.room_ns / 1e9,
+            reader_pull_s=pull_ns / 1e9,
+            reader_stage_s=stage_ns / 1e9,
+            reader_room_wait_s=room_ns / 1e9,
+            elapsed_s=(loop.last_ns - loop.first_ns) / 1e9,
+            starved=loop.starved,
+            cut_by_max_bytes=window.cut_by_bytes,
+            verdict=verdict(loop, (pull_ns + stage_ns) / max(pulled, 1), feed.link, window.cut_by_bytes),
+        )
+
+    # ---- one pass
+
+    def _begin_pass(self) -> None:
+        if self._readers:
+            self._count_past()
+            self._readers.pop().close()
+        self._stager.begin_pass()
+        pipeline = Pipeline(self._source, self._stager.stage, self._context)
+        if self._host_size:
+            reader = Reader(pipeline, host_size=self._host_size, max_host_bytes=self._max_host_bytes)
+        else:
+            reader = Inline(pipeline)
+        self._readers.append(reader)
+        self._feed.begin_pass(reader)
+        self._over = False
+        reader.start()
+
+    def _next(self) -> T:
+        try:
+            return self._feed.next()
+        except StopIteration:
+            self._over = True
+            raise
+        except BaseException as error:
+            self._over = error is self._feed.error
+            raise
+
+    def _raise_end(self) -> T:
+        if self._feed.error is not None and not self._feed.closed:
+            self._feed.raise_end()
+        raise StopIteration
+
+    def _times(self) -> tuple[int, int, int, int]:
+        if not self._readers:
+            return 0, 0, 0, 0
+        times = self._readers[0].pipeline.times
+        return times.pulled, times.pull_ns, times.stage_ns, times.room_ns
+
+    def _count_past(self) -> None:
+        self._past = [a + b for a, b in zip(self._past, self._times(), strict=True)]
+
+
+def parse_bytes(name: str, value: int | str | None) -> int | None:
+    """Bytes from an integer or text such as `"2GiB"`, `"500 MB"`.
+
+    Raises:
+        ValueError: neither.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        number = value.rstrip("KMGTiBkb ").strip()
+        unit = value[len(value.rstrip("KMGTiBkb ")) :].strip() if number else ""
+        with contextlib.suppress(ValueError, KeyError):
+            value = int(float(number) * _UNITS[unit.upper()])
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f'{name}: expected bytes as a positive integer or text such as "2GiB", got {value!r}.')
+    return value
+
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
+
+
+def _check(name: str, value: Any, least: int, why: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}{': ' if why else ''}{why}.")
+
+
+def _cancel(readers: list[Reader | Inline]) -> None:
+    """The prefetcher was dropped: its thread stops by itself and closes the source."""
+    for reader in readers:
+        reader.cancel()
+
+
+def _caller_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Re-enters this thread's `default_device` and `enable_x64` on another: sources may use JAX themselves."""
+    device, x64 = jax.config.jax_default_device, jax.config.jax_enable_x64
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with jax.default_device(device), jax.enable_x64(x64):
+            yield
+
+    return context

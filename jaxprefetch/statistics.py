@@ -1,0 +1,120 @@
+"""What the loop is waiting for: counters, and one line that says it.
+
+    print(batches.statistics())          # PrefetchStatistics(pulled=..., verdict="input-bound: the source takes ...")
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LINK_SHARE = 0.9
+"""From this share of the link's speed a loop counts as copy-bound."""
+
+
+@dataclass(frozen=True)
+class PrefetchStatistics:
+    """Counts of batches, bytes and seconds since the prefetcher was made.
+
+    Attributes:
+        pulled: batches taken from the source.
+        issued: batches put: device memory allocated, copy queued.
+        taken: batches handed out.
+        released: batches whose device memory can serve another.
+        in_flight: issued and not released, now.
+        peak_in_flight: the most there ever were, to compare with `bound`.
+        bound: the most there can be: `size` with `delete_used`, `size + 1` without (or with arrays of the source's).
+        bytes_in_flight: charged on the fullest device now; `peak_bytes_in_flight`: the most there ever were.
+        bytes_bound: `max_bytes`, else `bound` times the largest batch so far.
+        kept_by_consumer: batches handed out, followed by another and still referred to: outside of the bound.
+        source_wait_s: what `next()` waited for the source; `room_wait_s`: for room or a landing on the devices.
+        reader_pull_s: what the source took; `reader_stage_s`: what staging took; `reader_room_wait_s`: what the
+            reader waited for room on the host, that is for the loop.
+        elapsed_s: from the first hand-out to the last.
+        starved: hand-outs with nothing staged to fill the window.
+        cut_by_max_bytes: hand-outs with less ahead than `size`, because of `max_bytes`.
+        verdict: one line: input-bound (nothing was staged at most refills), copy-bound (bytes over time are at least
+            90% of the link as measured at the start) or step-bound.
+    """
+
+    pulled: int
+    issued: int
+    taken: int
+    released: int
+    in_flight: int
+    peak_in_flight: int
+    bound: int
+    bytes_in_flight: int
+    peak_bytes_in_flight: int
+    bytes_bound: int
+    kept_by_consumer: int
+    source_wait_s: float
+    room_wait_s: float
+    reader_pull_s: float
+    reader_stage_s: float
+    reader_room_wait_s: float
+    elapsed_s: float
+    starved: int
+    cut_by_max_bytes: int
+    verdict: str
+
+
+@dataclass
+class LoopTimes:
+    """What the consumer's thread has counted, in nanoseconds; written by that thread only."""
+
+    source_ns: int = 0
+    room_ns: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
+    handed_out: int = 0  # after the first
+    bytes_out: int = 0  # on the fullest device, after the first
+    starved: int = 0
+    step_ns: int = 0  # of steps whose end was seen
+    steps_seen: int = 0
+
+    def hand_out(self, now_ns: int, nbytes: int, *, starved: bool) -> None:
+        """A batch is handed out now."""
+        self.last_ns = now_ns
+        self.starved += starved
+        if not self.first_ns:
+            self.first_ns = now_ns
+            return
+        self.handed_out += 1
+        self.bytes_out += nbytes
+
+    def saw_step(self, ns: int) -> None:
+        """A step was seen to end so long after its batch was handed out."""
+        self.step_ns += ns
+        self.steps_seen += 1
+
+
+def verdict(loop: LoopTimes, source_ns: int, link: float | None, cut: int) -> str:
+    """One line: what the loop was bound by.
+
+    Args:
+        source_ns: what the source and staging take, a batch.
+        link: bytes per second to one device; None where there is no link to speak of.
+        cut: hand-outs with less ahead than `size` because of `max_bytes`.
+    """
+    n = loop.handed_out
+    if not n:
+        return "nothing to tell before the second batch"
+    elapsed = max(loop.last_ns - loop.first_ns, 1)
+    period = elapsed / n
+    rate = loop.bytes_out / elapsed * 1e9
+    if 2 * loop.starved > n:
+        step = loop.step_ns / loop.steps_seen if loop.steps_seen else max(period - loop.source_ns / n, 0)
+        line = f"input-bound: the source takes {_ms(source_ns)} a batch, the step {_ms(step)}"
+    elif link and rate >= LINK_SHARE * link:
+        line = f"copy-bound: {rate / 2**30:.1f} GiB/s of the link's {link / 2**30:.1f}, {_ms(period)} a batch"
+    else:
+        line = f"step-bound: {_ms(period)} a step, the source needs {_ms(source_ns)} a batch"
+    if cut:
+        exposed = f", about {_ms(loop.bytes_out / n / link * 1e9)} of copying a batch not hidden" if link else ""
+        line += f"; max_bytes kept batches back at {cut} of {n + 1} hand-outs{exposed}"
+    return line
+
+
+def _ms(ns: float) -> str:
+    ms = ns / 1e6
+    return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.2g} ms"
