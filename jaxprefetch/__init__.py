@@ -1,5 +1,7 @@
 """Batches that are already on their devices when the training loop asks for them.
 
+Synopsis:
+
     from jaxprefetch import prefetch_to_device
 
     with prefetch_to_device(loader, size=2, sharding=sharding) as batches:

@@ -1,5 +1,7 @@
 """`prefetch_to_device`: any iterator becomes batches that are already on their devices.
 
+Synopsis:
+
     with prefetch_to_device(loader, size=2, sharding=sharding, max_bytes="2GiB") as batches:
         for batch in batches:
             state, metrics = train_step(state, batch)
@@ -16,16 +18,16 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-import jax
-
+from jaxprefetch.arguments import check_at_least, parse_bytes
 from jaxprefetch.device.completion import memory_in_compute_order
 from jaxprefetch.device.feed import Feed
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
 from jaxprefetch.host.batching import MODES, Mode
-from jaxprefetch.host.reader import Inline, Pipeline, Reader
+from jaxprefetch.host.reader import Inline, Pipeline, Reader, SourceTimes
 from jaxprefetch.host.source import Source
-from jaxprefetch.staging import KeepOnHost, Stager, StagingOptions
+from jaxprefetch.layout import KeepOnHost, StagingOptions
+from jaxprefetch.staging import Stager
 from jaxprefetch.statistics import PrefetchStatistics, verdict
 
 logger = logging.getLogger("jaxprefetch")
@@ -71,8 +73,8 @@ def prefetch_to_device(
         keep_on_host: leaves that are delivered as they are: paths (`"meta/name"`, also of whole subtrees) or a function
             `(path, leaf) -> bool`. Strings and other objects need it.
         last_batch: `"error"` refuses a batch whose rows do not divide over the devices and delivers all others.
-            `"drop"` leaves out a last batch with fewer rows than batch 0. `"pad"` gives every batch the rows of batch 0,
-            rounded up to the devices, and a boolean mask of the real ones: at `mask_key` of a dict batch, else the
+            `"drop"` leaves out a last batch with fewer rows than batch 0. `"pad"` gives every batch the rows of batch
+            0, rounded up to the devices, and a boolean mask of the real ones: at `mask_key` of a dict batch, else the
             batch becomes `(batch, mask)`.
         mask_key: where `"pad"` puts the mask in dict batches.
         batch_axis: the axis of rows.
@@ -93,9 +95,9 @@ def prefetch_to_device(
 
     References: `kComputeSynchronized` in XLA's `pjrt/se/local_device_state.h`.
     """
-    _check("size", size, 1, "0 batches ahead is the plain loop; size=1 keeps one")
-    _check("host_size", host_size, 0, "")
-    _check("batch_axis", batch_axis, 0, "")
+    check_at_least("size", size, 1)
+    check_at_least("host_size", host_size, 0)
+    check_at_least("batch_axis", batch_axis, 0)
     if last_batch not in MODES:
         raise ValueError(f"last_batch: expected one of {', '.join(map(repr, MODES))}, got {last_batch!r}.")
     options = StagingOptions(keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers)
@@ -103,9 +105,7 @@ def prefetch_to_device(
     return DevicePrefetcher(
         Source(source),
         Stager(placement, options),
-        functools.partial(
-            Window, size, delete_used=bool(delete_used), max_bytes=parse_bytes("max_bytes", max_bytes)
-        ),
+        functools.partial(Window, size, delete_used=bool(delete_used), max_bytes=parse_bytes("max_bytes", max_bytes)),
         placement,
         host_size=host_size,
         max_host_bytes=parse_bytes("max_host_bytes", max_host_bytes),
@@ -133,11 +133,11 @@ class DevicePrefetcher(Generic[T]):
         self._stager = stager
         self._host_size = host_size
         self._max_host_bytes = max_host_bytes
-        self._context = _caller_context()
+        self._context = placement.context.entered
         released_by = "landing" if memory_in_compute_order(placement.devices) else "fence"
         self._feed = Feed(window(released_by=released_by, inline=host_size == 0))
         self._readers: list[Reader | Inline] = []  # the current one, if any; shared with the finaliser
-        self._past = [0, 0, 0, 0]  # pulled, pull_ns, stage_ns, room_ns of passes that are over
+        self._past = SourceTimes()  # of passes that are over
         self._over = False  # the current pass has ended
         self._said_spent = False
         self._turn = threading.Lock()  # held by the thread inside next(); never waited for
@@ -148,7 +148,8 @@ class DevicePrefetcher(Generic[T]):
             raise ValueError("This prefetcher is closed. Make a new one to iterate again.")
         if self._over and self._feed.error is None:
             if self._source.reiterable:
-                self._begin_pass()
+                self._end_pass()
+                self._over = False
             elif not self._said_spent:
                 self._said_spent = True
                 logger.warning(
@@ -158,18 +159,11 @@ class DevicePrefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if not self._turn.acquire(blocking=False):
-            raise RuntimeError(
-                "next() was called while another call of it runs: one thread at a time may take batches. "
-                "Take them in one thread and hand them on."
-            )
-        try:
+        with self._taking_turn():
             if self._over or self._feed.closed:
                 return self._raise_end()
             self.start_prefetch()
             return self._next()
-        finally:
-            self._turn.release()
 
     def __enter__(self) -> DevicePrefetcher[T]:
         return self
@@ -190,7 +184,7 @@ class DevicePrefetcher(Generic[T]):
         """
         if self._stager.element_spec is None:
             self.start_prefetch()
-            with self._turn:
+            with self._taking_turn():
                 self._feed.peek()
             if self._stager.element_spec is None and self._feed.error is not None:
                 raise self._feed.error
@@ -207,22 +201,17 @@ class DevicePrefetcher(Generic[T]):
         Thread safety: any thread, any number of times. A `next()` that waits elsewhere ends with `StopIteration`.
         """
         self._feed.closed = True
-        if self._readers:
-            self._count_past()
-            self._readers.pop().close()
-        if self._turn.acquire(blocking=False):
-            try:
-                self._feed.clear()
-            finally:
-                self._turn.release()
+        self._end_pass()
+        with contextlib.suppress(RuntimeError), self._taking_turn():
+            pass
 
     def statistics(self) -> PrefetchStatistics:
         """Counts, bytes and waits so far, and what the loop is bound by. Never blocks."""
         feed, window, loop = self._feed, self._feed.window, self._feed.times
-        pulled, pull_ns, stage_ns, room_ns = (a + b for a, b in zip(self._past, self._times(), strict=True))
+        source = self._pulled()
         bound = window.size + (not window.delete_used or feed.foreign)
         return PrefetchStatistics(
-            pulled=pulled,
+            pulled=source.pulled,
             issued=window.issued,
             taken=window.taken,
             released=window.released,
@@ -232,34 +221,58 @@ class DevicePrefetcher(Generic[T]):
             bytes_in_flight=window.bytes_in_flight,
             peak_bytes_in_flight=window.peak_bytes,
             bytes_bound=bound * feed.largest if window.max_bytes is None else window.max_bytes,
-            kept_by_consumer=feed.kept,
+            kept_by_consumer=len(feed.kept),
             source_wait_s=loop.source_ns / 1e9,
             room_wait_s=loop.room_ns / 1e9,
-            reader_pull_s=pull_ns / 1e9,
-            reader_stage_s=stage_ns / 1e9,
-            reader_room_wait_s=room_ns / 1e9,
-            elapsed_s=(loop.last_ns - loop.first_ns) / 1e9,
+            reader_pull_s=source.pull_ns / 1e9,
+            reader_stage_s=source.stage_ns / 1e9,
+            reader_room_wait_s=source.room_ns / 1e9,
+            elapsed_s=loop.elapsed_ns / 1e9,
             starved=loop.starved,
             cut_by_max_bytes=window.cut_by_bytes,
-            verdict=verdict(loop, (pull_ns + stage_ns) / max(pulled, 1), feed.link, window.cut_by_bytes),
+            verdict=verdict(
+                loop,
+                source.batch_ns,
+                inline=not self._host_size,
+                link=feed.link,
+                cut=window.cut_by_bytes,
+            ),
         )
 
     # ---- one pass
 
+    @contextlib.contextmanager
+    def _taking_turn(self) -> Iterator[None]:
+        """Whoever has the turn last frees what a closed prefetcher still holds."""
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError(
+                "next() was called while another call of it runs: one thread at a time may take batches. "
+                "Take them in one thread and hand them on."
+            )
+        try:
+            yield
+        finally:
+            if self._feed.closed:
+                self._end_pass()
+                self._feed.clear()
+            self._turn.release()
+
     def _begin_pass(self) -> None:
-        if self._readers:
-            self._count_past()
-            self._readers.pop().close()
         self._stager.begin_pass()
         pipeline = Pipeline(self._source, self._stager.stage, self._context)
         if self._host_size:
             reader = Reader(pipeline, host_size=self._host_size, max_host_bytes=self._max_host_bytes)
         else:
             reader = Inline(pipeline)
-        self._readers.append(reader)
         self._feed.begin_pass(reader)
-        self._over = False
+        self._readers.append(reader)
         reader.start()
+
+    def _end_pass(self) -> None:
+        past = self._pulled()
+        with contextlib.suppress(IndexError):  # another thread closes at the same time
+            self._readers.pop().close()
+            self._past = past
 
     def _next(self) -> T:
         try:
@@ -276,57 +289,12 @@ class DevicePrefetcher(Generic[T]):
             self._feed.raise_end()
         raise StopIteration
 
-    def _times(self) -> tuple[int, int, int, int]:
-        if not self._readers:
-            return 0, 0, 0, 0
-        times = self._readers[0].pipeline.times
-        return times.pulled, times.pull_ns, times.stage_ns, times.room_ns
-
-    def _count_past(self) -> None:
-        self._past = [a + b for a, b in zip(self._past, self._times(), strict=True)]
-
-
-def parse_bytes(name: str, value: int | str | None) -> int | None:
-    """Bytes from an integer or text such as `"2GiB"`, `"500 MB"`.
-
-    Raises:
-        ValueError: neither.
-    """
-    if value is None:
-        return None
-    if isinstance(value, str):
-        number = value.rstrip("KMGTiBkb ").strip()
-        unit = value[len(value.rstrip("KMGTiBkb ")) :].strip() if number else ""
-        with contextlib.suppress(ValueError, KeyError):
-            value = int(float(number) * _UNITS[unit.upper()])
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f'{name}: expected bytes as a positive integer or text such as "2GiB", got {value!r}.')
-    return value
-
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
-
-
-def _check(name: str, value: Any, least: int, why: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}{': ' if why else ''}{why}.")
+    def _pulled(self) -> SourceTimes:
+        """What the readers of all passes have counted."""
+        return functools.reduce(SourceTimes.plus, (reader.pipeline.times for reader in self._readers), self._past)
 
 
 def _cancel(readers: list[Reader | Inline]) -> None:
     """The prefetcher was dropped: its thread stops by itself and closes the source."""
     for reader in readers:
         reader.cancel()
-
-
-def _caller_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Re-enters this thread's `default_device` and `enable_x64` on another: sources may use JAX themselves."""
-    device, x64 = jax.config.jax_default_device, jax.config.jax_enable_x64
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        with jax.default_device(device), jax.enable_x64(x64):
-            yield
-
-    return context

@@ -1,11 +1,18 @@
 """What the loop is waiting for: counters, and one line that says it.
 
+Synopsis:
+
     print(batches.statistics())          # PrefetchStatistics(pulled=..., verdict="input-bound: the source takes ...")
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from jax.profiler import TraceAnnotation
 
 LINK_SHARE = 0.9
 """From this share of the link's speed a loop counts as copy-bound."""
@@ -29,7 +36,7 @@ class PrefetchStatistics:
         source_wait_s: what `next()` waited for the source; `room_wait_s`: for room or a landing on the devices.
         reader_pull_s: what the source took; `reader_stage_s`: what staging took; `reader_room_wait_s`: what the
             reader waited for room on the host, that is for the loop.
-        elapsed_s: from the first hand-out to the last.
+        elapsed_s: between hand-outs, from the second on: in the first interval the step is compiled.
         starved: hand-outs with nothing staged to fill the window.
         cut_by_max_bytes: hand-outs with less ahead than `size`, because of `max_bytes`.
         verdict: one line: input-bound (nothing was staged at most refills), copy-bound (bytes over time are at least
@@ -64,23 +71,46 @@ class LoopTimes:
 
     source_ns: int = 0
     room_ns: int = 0
-    first_ns: int = 0
-    last_ns: int = 0
-    handed_out: int = 0  # after the first
-    bytes_out: int = 0  # on the fullest device, after the first
+    last_ns: int = 0  # when the last batch was handed out; 0 before the first of a pass
+    elapsed_ns: int = 0  # between hand-outs
+    intervals: int = 0
+    bytes_out: int = 0  # handed out in these, on the fullest device
     starved: int = 0
     step_ns: int = 0  # of steps whose end was seen
     steps_seen: int = 0
+    first: bool = True  # the interval in which the first step is compiled tells nothing
 
-    def hand_out(self, now_ns: int, nbytes: int, *, starved: bool) -> None:
+    def begin_pass(self) -> None:
+        """What lies between two passes is nobody's step."""
+        self.last_ns = 0
+
+    def hand_out(self, nbytes: int, *, starved: bool) -> None:
         """A batch is handed out now."""
-        self.last_ns = now_ns
-        self.starved += starved
-        if not self.first_ns:
-            self.first_ns = now_ns
-            return
-        self.handed_out += 1
-        self.bytes_out += nbytes
+        now = time.perf_counter_ns()
+        if self.last_ns and self.first:
+            self.first = False
+        elif self.last_ns:
+            self.elapsed_ns += now - self.last_ns
+            self.intervals += 1
+            self.bytes_out += nbytes
+            self.starved += starved
+        self.last_ns = now
+
+    @contextlib.contextmanager
+    def waiting_for_room(self, what: str) -> Iterator[None]:
+        """Counts and annotates a wait for the devices."""
+        start = time.perf_counter_ns()
+        with TraceAnnotation(f"jaxprefetch.wait_{what}"):
+            yield
+        self.room_ns += time.perf_counter_ns() - start
+
+    @contextlib.contextmanager
+    def waiting_for_source(self) -> Iterator[None]:
+        """Counts and annotates a wait for the source."""
+        start = time.perf_counter_ns()
+        with TraceAnnotation("jaxprefetch.wait_source"):
+            yield
+        self.source_ns += time.perf_counter_ns() - start
 
     def saw_step(self, ns: int) -> None:
         """A step was seen to end so long after its batch was handed out."""
@@ -88,22 +118,22 @@ class LoopTimes:
         self.steps_seen += 1
 
 
-def verdict(loop: LoopTimes, source_ns: int, link: float | None, cut: int) -> str:
+def verdict(loop: LoopTimes, source_ns: float, *, inline: bool, link: float | None, cut: int) -> str:
     """One line: what the loop was bound by.
 
     Args:
         source_ns: what the source and staging take, a batch.
+        inline: the loop's own thread pulls.
         link: bytes per second to one device; None where there is no link to speak of.
         cut: hand-outs with less ahead than `size` because of `max_bytes`.
     """
-    n = loop.handed_out
+    n = loop.intervals
     if not n:
-        return "nothing to tell before the second batch"
-    elapsed = max(loop.last_ns - loop.first_ns, 1)
-    period = elapsed / n
-    rate = loop.bytes_out / elapsed * 1e9
-    if 2 * loop.starved > n:
-        step = loop.step_ns / loop.steps_seen if loop.steps_seen else max(period - loop.source_ns / n, 0)
+        return "nothing to tell before the third batch"
+    period = loop.elapsed_ns / n
+    rate = loop.bytes_out / loop.elapsed_ns * 1e9
+    if 2 * loop.starved > n or (inline and 2 * source_ns > period):
+        step = loop.step_ns / loop.steps_seen if loop.steps_seen else max(period - source_ns, 0)
         line = f"input-bound: the source takes {_ms(source_ns)} a batch, the step {_ms(step)}"
     elif link and rate >= LINK_SHARE * link:
         line = f"copy-bound: {rate / 2**30:.1f} GiB/s of the link's {link / 2**30:.1f}, {_ms(period)} a batch"
@@ -111,7 +141,7 @@ def verdict(loop: LoopTimes, source_ns: int, link: float | None, cut: int) -> st
         line = f"step-bound: {_ms(period)} a step, the source needs {_ms(source_ns)} a batch"
     if cut:
         exposed = f", about {_ms(loop.bytes_out / n / link * 1e9)} of copying a batch not hidden" if link else ""
-        line += f"; max_bytes kept batches back at {cut} of {n + 1} hand-outs{exposed}"
+        line += f"; max_bytes kept the next batch back at {cut} hand-outs{exposed}"
     return line
 
 

@@ -1,5 +1,7 @@
 """What has happened on the devices: which arrays have landed, which steps are over.
 
+Synopsis:
+
     fence = completion.dispatch_fence(devices)        # after the step
     fence.block_until_ready()                         # the step is over
 
@@ -13,15 +15,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxprefetch.device.context import Device, jit_is_disabled
+
 MARKER_BYTES = 64
 
 
-def memory_in_compute_order(devices: Sequence[jax.Device]) -> bool:
+def memory_in_compute_order(devices: Sequence[Device]) -> bool:
     """Whether memory freed and allocated again is ordered by the compute stream, so that landing releases a batch.
 
     References: `kComputeSynchronized` in XLA's `pjrt/se/local_device_state.h`: GPU clients only.
@@ -29,25 +34,31 @@ def memory_in_compute_order(devices: Sequence[jax.Device]) -> bool:
     return bool(devices) and all(device.platform in ("gpu", "cuda", "rocm") for device in devices)
 
 
-def dispatch_fence(devices: Sequence[jax.Device]) -> jax.Array | None:
+def dispatch_fence(devices: Sequence[Device]) -> jax.Array | None:
     """Dispatches a fence behind all that was enqueued on `devices` so far; None where there are no devices."""
     if not devices:
         return None
     run = _compiled_fence(tuple(devices))
-    if jax.config.jax_disable_jit:
+    if jit_is_disabled():
         with jax.disable_jit(False):
             return run()
     return run()
 
 
-def put_marker(devices: Sequence[jax.Device]) -> jax.Array | None:
+def prepare_fence(devices: Sequence[Device]) -> None:
+    """Compiles the fence ahead, so that the first one costs no more than the rest."""
+    if devices:
+        _compiled_fence(tuple(devices))
+
+
+def put_marker(devices: Sequence[Device]) -> jax.Array | None:
     """Puts a few bytes on every device: once they have landed, so have the copies queued before."""
     if not devices:
         return None
     return jax.device_put(np.zeros(MARKER_BYTES, np.uint8), _sharding(tuple(devices), PartitionSpec()))
 
 
-def have_landed(arrays: Sequence[jax.Array]) -> bool:
+def have_landed(arrays: Sequence[Any]) -> bool:
     """Whether all arrays are on their devices. Only for arrays that no one else can delete."""
     return all(array.is_ready() for array in arrays)
 
@@ -70,7 +81,7 @@ def wait_landed(arrays: Sequence[jax.Array]) -> bool:
 
 
 @functools.cache
-def _compiled_fence(devices: tuple[jax.Device, ...]) -> Callable[[], jax.Array]:
+def _compiled_fence(devices: tuple[Device, ...]) -> Callable[[], jax.Array]:
     """Compiled in a thread of its own: the caller's contexts (`set_mesh`, `disable_jit`, …) do not reach there."""
     made: list[Callable[[], jax.Array]] = []
     errors: list[BaseException] = []
@@ -92,7 +103,7 @@ def _compiled_fence(devices: tuple[jax.Device, ...]) -> Callable[[], jax.Array]:
     return made[0]
 
 
-def _sharding(devices: tuple[jax.Device, ...], spec: PartitionSpec) -> jax.sharding.Sharding:
+def _sharding(devices: tuple[Device, ...], spec: PartitionSpec) -> jax.sharding.Sharding:
     if len(devices) == 1:
         return SingleDeviceSharding(devices[0])
     return NamedSharding(Mesh(np.array(devices), ("fence",)), spec)

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from jaxprefetch.device.completion import memory_in_compute_order
+from jaxprefetch.device.context import Device
 
 PROBE_BYTES = 16 << 20
 """From this size a copy from pinned memory reaches the speed of the link (49 of 49 GiB/s on an H200)."""
 
 
-def link_speed(device: jax.Device, room: int) -> float | None:
+def link_speed(device: Device, room: int) -> float | None:
     """Bytes per second from pinned host memory to `device`; None where there is no link to speak of.
 
     Args:
@@ -30,7 +31,7 @@ def link_speed(device: jax.Device, room: int) -> float | None:
 
 
 @functools.cache
-def _measure(device: jax.Device) -> float | None:
+def _measure(device: Device) -> float | None:
     memory = mmap.mmap(-1, PROBE_BYTES)
     data = np.frombuffer(memory, np.uint8)
     data[:: mmap.PAGESIZE] = 1  # touched, so that the pages are there
@@ -46,7 +47,7 @@ def _measure(device: jax.Device) -> float | None:
     return PROBE_BYTES / best
 
 
-def _time_put(data: np.ndarray, device: jax.Device) -> float:
+def _time_put(data: np.ndarray, device: Device) -> float:
     start = time.perf_counter()
     jax.device_put(data, device).block_until_ready()
     return time.perf_counter() - start

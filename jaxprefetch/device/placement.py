@@ -1,23 +1,23 @@
-"""Where each leaf of a batch goes: shardings are resolved once, then whole batches are put with them.
+"""Where each leaf of a batch goes: the `sharding` argument, resolved once.
 
-    placement = Placement(sharding)                              # on the caller's thread: contexts count here
-    plan = placement.plan(treedef, paths, leaves, where)         # once for each structure, shape and dtype
-    arrays = plan.put(leaves)                                    # explicit transfers, nothing is waited for
+Synopsis:
+
+    placement = Placement(sharding)              # on the caller's thread: the contexts in force there count
+    targets = placement.targets(treedef, 0)      # one for each leaf
+    targets[0].fit(ndim=1).local_shards(ndim=1)  # (8,): how this process's devices split its rows
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-Cost = dict[jax.Device, int]
+from jaxprefetch.device.context import Context, Device, default_device
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Target:
 
     sharding: Sharding
     committed: bool = True
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all of its devices are this process's."""
+        return self.sharding.is_fully_addressable
 
     def fit(self, ndim: int) -> Target:
         """The same placement for a leaf of lower rank: axes that it does not have are left out."""
@@ -54,7 +59,7 @@ class Target:
         if not isinstance(self.sharding, NamedSharding):
             return (1,) * ndim
         shards = self.global_shards(ndim)
-        if self.sharding.is_fully_addressable:
+        if self.is_local:
             return shards
         indices = self.sharding.addressable_devices_indices_map(shards).values()
         return tuple(len({index[axis].indices(n) for index in indices if index}) for axis, n in enumerate(shards))
@@ -68,7 +73,7 @@ class Target:
 
     def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
         """The shape of the global array that rows of shape `local` from every process make."""
-        if self.sharding.is_fully_addressable:
+        if self.is_local:
             return tuple(local)
         whole, here = self.global_shards(len(local)), self.local_shards(len(local))
         return tuple(n * g // h for n, g, h in zip(local, whole, here, strict=True))
@@ -89,10 +94,10 @@ class Placement:
     def __init__(self, sharding: Any = None):
         leaves, self._prefix = jax.tree_util.tree_flatten(sharding, is_leaf=_is_placement)
         self._targets = [_resolve(leaf) for leaf in leaves]
-        self.x64: bool = jax.config.jax_enable_x64
+        self.context = Context.current()
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """This process's devices, each once."""
         return tuple(dict.fromkeys(d for t in self._targets for d in local_devices(t.sharding)))
 
@@ -114,57 +119,7 @@ class Placement:
         return [target for target, n in zip(self._targets, counts, strict=True) for _ in range(n)]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How batches of one structure travel. `targets[i]` is None for a leaf that stays on the host."""
-
-    treedef: Any
-    paths: tuple[str, ...]
-    targets: tuple[Target | None, ...]
-    local: tuple[tuple[tuple[int, ...], np.dtype], ...]  # shape and dtype of this process's part
-    spec: tuple[Any, ...]
-    cost: Cost
-    foreign: tuple[int, ...]  # leaves that are arrays of the source's own
-    made: tuple[int, ...]  # leaves that are made from host data
-    x64: bool
-
-    @property
-    def element_spec(self) -> Any:
-        """The tree of shapes, dtypes and shardings that batches of this plan are delivered with."""
-        return jax.tree_util.tree_unflatten(self.treedef, self.spec)
-
-    def put(self, leaves: Sequence[Any]) -> list[Any]:
-        """Puts one batch: a leaf list of arrays, with the leaves that stay on the host as they are.
-
-        Blocking: only for the allocation of device memory; the copies are queued.
-        """
-        out = list(leaves)
-        for target, indices in self._groups():
-            with _context(self.x64, target):
-                for index, array in zip(indices, _put([leaves[i] for i in indices], target), strict=True):
-                    out[index] = array
-        return out
-
-    def _groups(self) -> list[tuple[list[Sharding] | jax.Device, list[int]]]:
-        """Leaves that go in one call: those with shardings together, then those of each default device."""
-        explicit = [i for i, target in enumerate(self.targets) if target is not None and target.committed]
-        groups: list[tuple[list[Sharding] | jax.Device, list[int]]] = []
-        if explicit:
-            groups.append(([t.sharding for i in explicit if (t := self.targets[i]) is not None], explicit))
-        loose = [i for i in self.made if (t := self.targets[i]) is not None and not t.committed]
-        if loose and (target := self.targets[loose[0]]) is not None:
-            (device,) = target.sharding.device_set
-            groups.append((device, loose))
-        return groups
-
-
-def leaf_cost(shape: Sequence[int], itemsize: int, sharding: Sharding) -> Cost:
-    """Bytes of one leaf on each of this process's devices; replicated leaves count in full."""
-    n = math.prod(sharding.shard_shape(tuple(shape))) * itemsize
-    return {device: n for device in local_devices(sharding)}
-
-
-def local_devices(sharding: Sharding) -> list[jax.Device]:
+def local_devices(sharding: Sharding) -> list[Device]:
     """This process's devices of a sharding, in a fixed order."""
     return sorted(sharding.addressable_devices, key=lambda device: device.id)
 
@@ -179,8 +134,13 @@ def _resolve(leaf: Any) -> Target:
     if isinstance(leaf, jax.Device):
         return Target(SingleDeviceSharding(leaf))
     if isinstance(leaf, Sharding):
+        if isinstance(leaf, NamedSharding):
+            _check_spec(leaf.spec)
+            if not isinstance(leaf.mesh, Mesh):
+                raise ValueError(f"sharding={leaf} has an abstract mesh, without devices. Pass a mesh of devices.")
         return Target(leaf)
     if isinstance(leaf, PartitionSpec):
+        _check_spec(leaf)
         mesh = jax.sharding.get_mesh()
         if mesh.empty or not isinstance(mesh, Mesh):
             raise ValueError(
@@ -194,35 +154,6 @@ def _resolve(leaf: Any) -> Target:
     )
 
 
-def default_device() -> jax.Device:
-    """The device on which `jax.device_put(x)` would put now, on this thread."""
-    device = jax.config.jax_default_device
-    if isinstance(device, jax.Device):
-        return device
-    return jax.local_devices(backend=device)[0]
-
-
-def _context(x64: bool, target: list[Sharding] | jax.Device) -> contextlib.ExitStack:
-    """What was in force where the prefetcher was made, wherever `next()` is called."""
-    stack = contextlib.ExitStack()
-    if jax.config.jax_enable_x64 != x64:
-        stack.enter_context(jax.enable_x64(x64))
-    if isinstance(target, jax.Device) and jax.config.jax_default_device is not target:
-        stack.enter_context(jax.default_device(target))
-    return stack
-
-
-def _put(leaves: list[Any], target: list[Sharding] | jax.Device) -> list[jax.Array]:
-    if isinstance(target, jax.Device):
-        return jax.device_put(leaves)
-    if all(sharding.is_fully_addressable for sharding in target):
-        return jax.device_put(leaves, target)
-    return [_put_local(leaf, sharding) for leaf, sharding in zip(leaves, target, strict=True)]
-
-
-def _put_local(leaf: Any, sharding: Sharding) -> jax.Array:
-    """This process's part of a global array, without a collective."""
-    if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
-        return jax.device_put(leaf, sharding)
-    rows = np.asarray(leaf)
-    return jax.make_array_from_process_local_data(sharding, rows, Target(sharding).global_shape(rows.shape))
+def _check_spec(spec: PartitionSpec) -> None:
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
+        raise ValueError(f"sharding: {spec} leaves an axis unconstrained; a batch needs a definite place on each axis.")

@@ -1,5 +1,7 @@
 """Rows: what happens to a batch with fewer of them than the first.
 
+Synopsis:
+
     policy = LastBatch("pad")
     policy.admit(0, rows=96, shards=8)      # 96: deliver as it is
     policy.admit(7, rows=13, shards=8)      # 96: pad it to so many
@@ -23,7 +25,8 @@ class LastBatch:
 
     def __init__(self, mode: Mode):
         self.mode = mode
-        self._rows: int | None = None
+        self._rows: int | None = None  # of batch 0
+        self._padded = 0  # the same, rounded up to the shards
         self._short: tuple[int, int] | None = None
 
     def admit(self, number: int, rows: int, shards: int) -> int | None:
@@ -39,7 +42,7 @@ class LastBatch:
                 "leaves out a short last batch only. Let the source batch evenly, or pass last_batch='pad'."
             )
         if self._rows is None:
-            self._rows = -(-rows // shards) * shards if self.mode == "pad" else rows
+            self._rows, self._padded = rows, -(-rows // shards) * shards
         if self.mode == "drop" and rows < self._rows:
             self._short = number, rows
             return None
@@ -47,7 +50,7 @@ class LastBatch:
             return rows
         if rows > self._rows:
             raise ValueError(
-                f"Batch {number}: {rows} rows do not fit the {self._rows} that last_batch='pad' gives every batch, "
-                "from batch 0. Let the source put its largest batch first, or split larger ones."
+                f"Batch {number}: {rows} rows where batch 0 has {self._rows}: last_batch='pad' gives every batch the "
+                "rows of the first. Let the source yield its largest batch first, or split larger ones."
             )
-        return self._rows
+        return self._padded

@@ -1,26 +1,29 @@
 """What a leaf of a batch is on the host, and a copy of it that the source cannot change any more.
 
+Synopsis:
+
     leaf = as_host(leaf, "Batch 3, leaf image")       # an array, a Python number or a jax.Array; else an error
     owned = copy_aligned(leaf, dtype, shape)          # from here on nobody else writes to it
 """
 
 from __future__ import annotations
 
-import functools
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 ALIGNMENT = 64
 """Bytes. XLA's CPU client aliases host memory with this alignment, so no second copy is made there."""
 
-NUMBERS = (bool, int, float, complex)
-"""Python numbers stay weakly typed, as `jax.device_put` leaves them."""
 
-_NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+def is_number(leaf: Any) -> bool:
+    """Whether this is a number of Python's: these stay weakly typed, as `jax.device_put` leaves them."""
+    return isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic)
 
 
 def plain(tree: Any) -> Any:
@@ -30,9 +33,9 @@ def plain(tree: Any) -> Any:
     return tree
 
 
-def leaf_paths(tree: Any) -> tuple[str, ...]:
+def leaf_paths(tree: Any, *, with_none: bool = False) -> tuple[str, ...]:
     """Names of the leaves, in order: `image/rgb`; the only leaf of a bare batch is called `batch`."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=(lambda x: x is None) if with_none else None)
     return tuple(jax.tree_util.keystr(path, simple=True, separator="/") or "batch" for path, _ in paths)
 
 
@@ -47,38 +50,16 @@ def as_host(leaf: Any, where: str) -> Any:
         if leaf.is_deleted():
             raise ValueError(f"{where}: the source has deleted or donated this jax.Array. Yield arrays that are alive.")
         return leaf
-    if type(leaf) in NUMBERS:
+    if is_number(leaf):
         return leaf
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"{where}: masked arrays have no place on a device. Pass leaf.filled(value) and the mask.")
     if isinstance(leaf, (np.ndarray, np.generic)) or hasattr(leaf, "__array__"):
         return np.asarray(leaf)
-    raise TypeError(f"{where}: {type(leaf).__name__} cannot go to a device. {_KEEP}")
+    raise TypeError(f"{where}: {type(leaf).__name__} cannot go to a device. {KEEP}")
 
 
-_KEEP = "Name it in keep_on_host to receive it as it is, or leave it out of the batch."
-
-
-@functools.cache
-def _device_dtype(dtype: np.dtype, x64: bool) -> np.dtype:
-    native = dtype if dtype.isnative else dtype.newbyteorder("=")
-    if native.kind in "USOmM" or native.names is not None:
-        raise TypeError(native)
-    narrow = native if x64 else np.dtype(_NARROW.get(native.name, native))
-    with jax.enable_x64(x64):
-        return np.dtype(jax.dtypes.canonicalize_dtype(narrow))
-
-
-def device_dtype(dtype: np.dtype, x64: bool, where: str) -> np.dtype:
-    """The dtype that a leaf has on the device.
-
-    Raises:
-        TypeError: JAX has no such dtype.
-    """
-    try:
-        return _device_dtype(dtype, x64)
-    except TypeError:
-        raise TypeError(f"{where}: arrays of dtype {dtype} cannot go to a device. {_KEEP}") from None
+KEEP = "Name it in keep_on_host to receive it as it is, or leave it out of the batch."
 
 
 def check_range(leaf: Any, dtype: np.dtype, where: str) -> None:
@@ -90,12 +71,52 @@ def check_range(leaf: Any, dtype: np.dtype, where: str) -> None:
     if dtype.kind not in "iu" or not np.size(leaf):
         return
     limits = np.iinfo(dtype)
+    cure = "Set jax_enable_x64 before making the prefetcher, or map the values to a smaller range."
+    if dtype.itemsize == 8:
+        cure = "Map the values to a smaller range."
     for value in (np.min(leaf), np.max(leaf)) if isinstance(leaf, np.ndarray) else (leaf,):
         if not limits.min <= value <= limits.max:
             raise OverflowError(
-                f"{where}: {value} does not fit {dtype}, to which JAX narrows 64-bit integers while x64 is off. "
-                "Set jax_enable_x64 before making the prefetcher, or map the values to a smaller range."
+                f"{where}: {value} does not fit {dtype}, which is what JAX keeps such integers in now "
+                f"(64-bit types need x64). {cure}"
             )
+
+
+def is_key(leaf: jax.Array) -> bool:
+    """Whether this is a typed PRNG key, which has no host form."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def fetch(leaf: jax.Array, where: str) -> np.ndarray:
+    """An array of the source's in host memory, where there is no way around it.
+
+    Raises:
+        TypeError: for a typed PRNG key.
+    """
+    if is_key(leaf):
+        raise TypeError(
+            f"{where}: typed PRNG keys can neither be padded nor become rows of a global array. "
+            "Yield jax.random.key_data(keys) and wrap it in the step with jax.random.wrap_key_data."
+        )
+    return jax.device_get(leaf)
+
+
+class Separate:
+    """Tells whether leaves of one batch lie apart in memory, as the leaves of what is delivered must."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def claims(self, leaf: np.ndarray) -> bool:
+        """Whether no leaf so far overlaps with this one; then it has its place from now on."""
+        start, end = np.lib.array_utils.byte_bounds(leaf)
+        i = bisect.bisect_left(self._starts, end)  # the leaves that start before this one ends
+        if i and self._ends[i - 1] > start:
+            return False
+        self._starts.insert(i, start)
+        self._ends.insert(i, end)
+        return True
 
 
 def copy_aligned(leaf: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:

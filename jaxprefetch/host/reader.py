@@ -1,24 +1,29 @@
 """The one thread: pulls batches from the source and stages them, a bounded number ahead.
 
+Synopsis:
+
     reader = Reader(Pipeline(source, stage), host_size=4)
     reader.start()
-    item = reader.get(timeout=None)      # a staged batch, or End
-    reader.give_room()                   # that batch has left host memory's queue
+    reader.wait(timeout=None)            # until there is news
+    reader.items[0]                      # the first staged batch, or End
+    del reader.items[0]; reader.give_room()
 
-Two queues connect it with its consumer and no lock: `_staged` towards the consumer, with `End` as its last item, so
-that "what is staged" and "has it ended" are one snapshot; `_room` towards the reader, a token for each batch that may
-be pulled. `SimpleQueue.put` is reentrant, so `cancel` is safe in a finaliser that runs in the middle of anything.
+No lock connects it with its consumer. `items` holds what is staged by number, with `End` as the last, so that "what is
+staged" and "has it ended" are one snapshot, and an interrupt that strikes after a wait loses nothing. Two queues only
+wake: `_news` the consumer, `_room` the reader, with a token for each batch that may be pulled. `SimpleQueue.put` is
+reentrant, so `cancel` is safe in a finaliser that runs in the middle of anything.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -54,7 +59,25 @@ class SourceTimes:
     pull_ns: int = 0
     stage_ns: int = 0
     room_ns: int = 0  # waited for room in host memory's queue
-    inside: str = field(default="nothing yet")  # what the thread is doing, for messages
+    first_ns: int = 0  # of these, for the first batch of a pass, when sources open their files
+    passes: int = 0
+    inside: str = "nothing yet"  # what the thread is doing, for messages
+
+    def plus(self, other: SourceTimes) -> SourceTimes:
+        """Both together."""
+        return SourceTimes(
+            self.pulled + other.pulled,
+            self.pull_ns + other.pull_ns,
+            self.stage_ns + other.stage_ns,
+            self.room_ns + other.room_ns,
+            self.first_ns + other.first_ns,
+            self.passes + other.passes,
+        )
+
+    @property
+    def batch_ns(self) -> float:
+        """What the source and staging take for a batch that is not the first of its pass."""
+        return (self.pull_ns + self.stage_ns - self.first_ns) / max(self.pulled - self.passes, 1)
 
 
 class Pipeline:
@@ -110,6 +133,8 @@ class Pipeline:
         with TraceAnnotation("jaxprefetch.stage"):
             item = self._stage(raw, number)
         times.stage_ns += time.perf_counter_ns() - pulled
+        if not number:
+            times.first_ns, times.passes = time.perf_counter_ns() - start, 1
         return item
 
     def _next(self, number: int) -> Any:
@@ -125,20 +150,21 @@ class Pipeline:
 
 
 class Inline:
-    """No thread: every `get` pulls and stages on the caller's thread."""
+    """No thread: every `wait` pulls and stages on the caller's thread."""
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
+        self.items: dict[int, HasBytes | End] = {}
+        self._next = 0
 
     def start(self) -> None:
         """Nothing to start."""
 
-    def get(self, timeout: float | None) -> HasBytes | End | None:
-        """The next staged batch or the end. Blocking: as long as the source takes, whatever the timeout."""
-        return self.pipeline.advance(Exception)
-
-    def get_nowait(self) -> None:
-        """Nothing is ever staged ahead."""
+    def wait(self, timeout: float | None) -> bool:
+        """Pulls and stages one batch, however long that takes: always news."""
+        self.items[self._next] = self.pipeline.advance(Exception)
+        self._next += 1
+        return True
 
     def give_room(self, batches: int = 1, nbytes: int = 0) -> None:
         """Room is not counted."""
@@ -159,13 +185,14 @@ class Reader:
         host_size: batches that may be pulled and not yet issued.
         max_host_bytes: host memory of staged batches, until they have landed; one batch is always let through.
 
-    Thread safety: `get`, `give_room` for one consumer; `cancel`, `close` for any thread at any time.
+    Thread safety: `wait`, `give_room` for one consumer; `cancel`, `close` for any thread at any time.
     """
 
     def __init__(self, pipeline: Pipeline, *, host_size: int, max_host_bytes: int | None = None):
         self.pipeline = pipeline
         self._max_host_bytes = max_host_bytes
-        self._staged: SimpleQueue[HasBytes | End] = SimpleQueue()
+        self.items: dict[int, HasBytes | End] = {}  # put in by the thread, taken out by the consumer
+        self._news: SimpleQueue[None] = SimpleQueue()
         self._room: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._tokens = host_size  # the reader's own count
         self._bytes = 0  # the reader's own count
@@ -179,71 +206,49 @@ class Reader:
             _live.add(self)
             self._thread.start()
 
-    def join(self, timeout: float) -> None:
-        """Waits until the thread is over, so long at most."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-
-    def get(self, timeout: float | None) -> HasBytes | End | None:
-        """The next item; None when there is none after `timeout` seconds. Blocking: that long; Ctrl-C gets through."""
+    def wait(self, timeout: float | None) -> bool:
+        """Whether there is news within so many seconds; it may be old. Blocking: that long; Ctrl-C gets through."""
         try:
-            return self._staged.get(timeout=timeout)
+            self._news.get(timeout=timeout)
         except Empty:
-            return None
-
-    def get_nowait(self) -> HasBytes | End | None:
-        """The next item if there is one."""
-        try:
-            return self._staged.get_nowait()
-        except Empty:
-            return None
+            return False
+        return True
 
     def give_room(self, batches: int = 1, nbytes: int = 0) -> None:
         """So many batches were issued, and so many bytes of host memory have landed."""
-        self._room.put((batches, nbytes))
+        if batches or self._max_host_bytes is not None:
+            self._room.put((batches, nbytes))
 
     def cancel(self) -> None:
         """Asks the thread to stop and wakes both sides. Never blocks; safe in finalisers."""
         self._cancelled = True
         self._room.put((0, 0))
-        self._staged.put(End())
+        self._news.put(None)
 
     def close(self) -> None:
-        """Stops the thread. Blocking: about `CLOSE_SECONDS` at most; then it is left behind and closes when it wakes.
-
-        1. cancel, and give the thread a moment: it closes the iterator itself.
-        2. still inside the source: close the iterator from outside, unless it is a generator, which would refuse.
-        """
-        self.cancel()
-        thread = self._thread
-        if thread is None:
+        """Stops the thread. Blocking: `CLOSE_SECONDS` at most; then it is left behind and closes when it wakes."""
+        if self._thread is None:
+            self.cancel()
             self.pipeline.close()
             return
-        if thread is threading.current_thread():
-            return
-        thread.join(CLOSE_SECONDS / 2)
-        iterator = self.pipeline.iterator
-        if thread.is_alive() and closable_from_outside(iterator):
-            closer = threading.Thread(target=_close_quietly, args=(iterator,), name="jaxprefetch-closer", daemon=True)
-            closer.start()
-            closer.join(CLOSE_SECONDS / 4)
-        thread.join(CLOSE_SECONDS / 4)
-        if thread.is_alive():
+        for stuck in stop([self]):
             logger.warning(
                 "jaxprefetch: the reader is stuck in %s and is left behind; it closes the source when it wakes.",
-                self.pipeline.times.inside,
+                stuck.pipeline.times.inside,
             )
 
     def _run(self) -> None:
         try:
-            while self._wait_for_room():
+            for number in itertools.count():
+                if not self._wait_for_room():
+                    return
                 item = self.pipeline.advance()
+                if not isinstance(item, End) and not self._wait_for_bytes(item.nbytes):
+                    return
+                self.items[number] = item
+                self._news.put(None)
                 if isinstance(item, End):
-                    self._staged.put(item)
                     return
-                if not self._wait_for_bytes(item.nbytes):
-                    return
-                self._staged.put(item)
                 del item
         finally:
             self.pipeline.close()
@@ -272,7 +277,35 @@ class Reader:
         self.pipeline.times.room_ns += time.perf_counter_ns() - start
 
 
-_live: set[Reader] = set()  # readers whose thread runs; each takes itself out
+def stop(readers: Sequence[Reader]) -> list[Reader]:
+    """Stops readers, all within `CLOSE_SECONDS`; returns those that are stuck in their sources.
+
+    1. cancel them, and give them a moment: each closes its iterator itself.
+    2. still inside the source: close the iterator from outside, unless it is a generator, which would refuse.
+    """
+    for reader in readers:
+        reader.cancel()
+    threads = {reader: reader._thread for reader in readers}
+    stuck = _join(threads, CLOSE_SECONDS / 2)
+    closers = {}
+    for reader in stuck:
+        iterator = reader.pipeline.iterator
+        if closable_from_outside(iterator):
+            closer = threading.Thread(target=_close_quietly, args=(iterator,), name="jaxprefetch-closer", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter shuts down
+                closer.start()
+                closers[reader] = closer
+    _join(closers, CLOSE_SECONDS / 4)
+    return _join({reader: threads[reader] for reader in stuck}, CLOSE_SECONDS / 4)
+
+
+def _join(threads: Mapping[Reader, threading.Thread | None], seconds: float) -> list[Reader]:
+    """Waits for all of them together; returns whose still run. A thread does not wait for itself."""
+    deadline = time.perf_counter() + seconds
+    running = {r: t for r, t in threads.items() if t is not None and t is not threading.current_thread()}
+    for thread in running.values():
+        thread.join(max(0.0, deadline - time.perf_counter()))
+    return [reader for reader, thread in running.items() if thread.is_alive()]
 
 
 def _close_quietly(iterator: Any) -> None:
@@ -280,14 +313,8 @@ def _close_quietly(iterator: Any) -> None:
         close_iterator(iterator)
 
 
-def _stop_all() -> None:
-    """At exit: a daemon thread that is inside JAX when the interpreter goes away would abort the process."""
-    readers = list(_live)
-    for reader in readers:
-        reader.cancel()
-    deadline = time.perf_counter() + CLOSE_SECONDS
-    for reader in readers:
-        reader.join(max(0.0, deadline - time.perf_counter()))
+_live: set[Reader] = set()  # readers whose thread runs; each takes itself out
 
-
-atexit.register(_stop_all)
+# A daemon thread that is inside JAX when the interpreter goes away would abort the process. Registered after JAX's own
+# handler, so called before it.
+atexit.register(lambda: stop(list(_live)))

@@ -1,5 +1,7 @@
 """The source: any iterable, and what a `for` loop over it would give.
 
+Synopsis:
+
     source = Source(loader)
     iterator = source.open()         # a pass
     close_iterator(iterator)         # gives back what the pass holds

@@ -1,0 +1,56 @@
+"""What is in force on a thread: JAX's `default_device` and `enable_x64` are thread-local, so they are carried along.
+
+Synopsis:
+
+    here = Context.current()             # on the caller's thread
+    with here.entered():                 # on any thread
+        jax.device_put(x)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+if TYPE_CHECKING:
+    Device = Any  # jaxlib has no stubs
+else:
+    Device = jax.Device
+
+_config: Any = jax.config
+
+
+@dataclass(frozen=True)
+class Context:
+    """The settings that decide where an array goes and with which dtype."""
+
+    default_device: Any  # a Device, a platform's name or None
+    x64: bool
+
+    @classmethod
+    def current(cls) -> Context:
+        """This thread's."""
+        return cls(_config.jax_default_device, _config.jax_enable_x64)
+
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """The same settings, on whatever thread this is entered."""
+        if self == Context.current():
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        stack.enter_context(jax.default_device(self.default_device))
+        stack.enter_context(jax.enable_x64(self.x64))
+        return stack
+
+
+def default_device() -> Device:
+    """The device on which `jax.device_put(x)` would put now, on this thread."""
+    device = _config.jax_default_device
+    return jax.local_devices(backend=device)[0] if device is None or isinstance(device, str) else device
+
+
+def jit_is_disabled() -> bool:
+    """Whether `jax.disable_jit` is in force here."""
+    return bool(_config.jax_disable_jit)

@@ -1,0 +1,206 @@
+"""The plan of a batch: made once for each structure, shape and dtype, then whole batches are put with it.
+
+Synopsis:
+
+    leaf_plans = [plan_leaf("image", target, leaf, number=0, batch_axis=0, x64=False)]
+    plan = Plan.of(treedef, leaf_plans, Context.current())
+    arrays = plan.put(leaves)            # explicit transfers, nothing is waited for
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxprefetch.device.context import Context, Device
+from jaxprefetch.device.placement import Target, local_devices
+from jaxprefetch.device.transfer import Transfer
+
+Cost = dict[Device, int]
+
+_KEEP = "Name it in keep_on_host to receive it as it is, or leave it out of the batch."
+
+_STANDARD = {"bool", "float16", "float32", "float64", "complex64", "complex128"}
+_STANDARD |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """How one leaf travels."""
+
+    path: str
+    target: Target | None  # None: it stays on the host
+    foreign: bool  # an array of the source's own: passed or moved, never deleted by us
+    shape: tuple[int, ...]  # of this process's part
+    dtype: np.dtype
+    spec: Any  # what is delivered
+    cost: Cost
+
+    @property
+    def made(self) -> bool:
+        """Whether the delivered array is made from host data."""
+        return self.target is not None and not self.foreign
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How batches of one structure travel; the tuples of indices name leaves."""
+
+    treedef: Any
+    leaves: tuple[LeafPlan, ...]
+    cost: Cost
+    foreign: tuple[int, ...]
+    made: tuple[int, ...]
+    transfer: Transfer
+
+    @classmethod
+    def of(cls, treedef: Any, leaves: Iterable[LeafPlan], context: Context) -> Plan:
+        """The plan for a tree of these leaves."""
+        leaves, cost = tuple(leaves), Cost()
+        for leaf in leaves:
+            for device, n in leaf.cost.items():
+                cost[device] = cost.get(device, 0) + n
+        placed = {i: leaf.target.sharding for i, leaf in enumerate(leaves) if leaf.target and leaf.target.committed}
+        loose = tuple(i for i, leaf in enumerate(leaves) if leaf.made and i not in placed)
+        return cls(
+            treedef=treedef,
+            leaves=leaves,
+            cost=cost,
+            foreign=tuple(i for i, leaf in enumerate(leaves) if leaf.foreign),
+            made=tuple(i for i, leaf in enumerate(leaves) if leaf.made),
+            transfer=Transfer(context, loose, tuple(placed), tuple(placed.values())),
+        )
+
+    @property
+    def element_spec(self) -> Any:
+        """The tree of shapes, dtypes and shardings that batches of this plan are delivered with."""
+        return jax.tree_util.tree_unflatten(self.treedef, [leaf.spec for leaf in self.leaves])
+
+    def delivers_as(self, other: Plan) -> bool:
+        """Whether batches of both plans look the same to a compiled step."""
+        return self.treedef == other.treedef and [a.spec for a in self.leaves] == [b.spec for b in other.leaves]
+
+    def difference(self, other: Plan) -> str:
+        """The first leaf that differs from the other plan's, with path, dtype and shape."""
+        before = {leaf.path: leaf.spec for leaf in other.leaves}
+        for leaf in self.leaves:
+            if leaf.path not in before:
+                return f"leaf {leaf.path} is new"
+            if leaf.spec != before[leaf.path]:
+                return f"leaf {leaf.path} was {_short(before[leaf.path])} and is {_short(leaf.spec)}"
+        missing = before.keys() - {leaf.path for leaf in self.leaves}
+        return f"leaf {min(missing)} is missing" if missing else "the tree is another"
+
+    def put(self, leaves: Sequence[Any]) -> list[Any]:
+        """Puts one batch: a leaf list of arrays, with the leaves that stay on the host as they are.
+
+        Blocking: only for the allocation of device memory; the copies are queued.
+        """
+        return self.transfer.put(leaves)
+
+
+def plan_leaf(path: str, target: Target | None, leaf: Any, *, number: int, batch_axis: int, x64: bool) -> LeafPlan:
+    """How a leaf like this one travels; no target: it stays on the host.
+
+    Raises:
+        TypeError: JAX has no such dtype.
+        ValueError: it cannot be split as its sharding says.
+    """
+    if target is None:
+        return LeafPlan(path, None, False, (), np.dtype(bool), _host_spec(leaf), {})
+    where, shape = f"Batch {number}, leaf {path}", tuple(np.shape(leaf))
+    target = target.fit(len(shape))
+    foreign = isinstance(leaf, jax.Array)
+    dtype = leaf.dtype if foreign else device_dtype(_host_dtype(leaf), x64, where)
+    sharding = leaf.sharding if foreign and not target.committed else target.sharding
+    stays = foreign and sharding == leaf.sharding
+    if not stays:
+        check_splits(target, shape, where, batch_axis)
+    whole = shape if stays else target.global_shape(shape)
+    try:
+        cost = leaf_cost(whole, dtype.itemsize, sharding)
+    except ValueError as error:
+        raise ValueError(f"{where}: shape {shape} does not fit {sharding}: {error}") from None
+    weak = leaf.weak_type if foreign and hasattr(leaf, "weak_type") else is_weak(leaf) and target.is_local
+    spec = jax.ShapeDtypeStruct(whole, dtype, sharding=sharding, weak_type=weak)
+    return LeafPlan(path, target, foreign, shape, dtype, spec, cost)
+
+
+def check_splits(target: Target, shape: Sequence[int], where: str, batch_axis: int) -> None:
+    """Whether every axis divides over its shards.
+
+    Raises:
+        ValueError: with the axis, its length, the mesh axes and what to do.
+    """
+    for axis, (n, shards) in enumerate(zip(shape, target.local_shards(len(shape)), strict=True)):
+        if n % shards:
+            names = " x ".join(repr(name) for name in target.mesh_axes(axis))
+            cure = f"Pass last_batch='pad' or 'drop', or batch to a multiple of {shards}."
+            if axis != batch_axis:
+                cure = "Pad that axis in the source, or choose a sharding that does not split it."
+            raise ValueError(
+                f"{where}: axis {axis} has {n} rows; the {shards} devices along mesh axis {names} "
+                f"need a multiple of {shards}. {cure}"
+            )
+
+
+def _short(spec: Any) -> str:
+    return f"{spec.dtype}{list(spec.shape)}" if isinstance(spec, jax.ShapeDtypeStruct) else str(spec)
+
+
+def is_weak(leaf: Any) -> bool:
+    """Whether JAX gives this number a weak type."""
+    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, (bool, np.generic))
+
+
+def _host_dtype(leaf: Any) -> np.dtype:
+    """Numbers of Python's have one dtype each, however large they are."""
+    for kind, dtype in ((bool, np.bool_), (int, np.int64), (float, np.float64), (complex, np.complex128)):
+        if isinstance(leaf, kind) and not isinstance(leaf, np.generic):
+            return np.dtype(dtype)
+    return leaf.dtype
+
+
+def leaf_cost(shape: Sequence[int], itemsize: int, sharding: Sharding) -> Cost:
+    """Bytes of one leaf on each of this process's devices; replicated leaves count in full."""
+    n = math.prod(sharding.shard_shape(tuple(shape))) * itemsize
+    return {device: n for device in local_devices(sharding)}
+
+
+def _host_spec(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    if isinstance(leaf, (np.ndarray, np.generic)) and any(
+        jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_)
+    ):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return type(leaf)
+
+
+@functools.cache
+def _device_dtype(dtype: np.dtype, x64: bool) -> np.dtype:
+    native = dtype if dtype.isnative else dtype.newbyteorder("=")
+    if native.name not in _STANDARD:
+        jax.device_put(np.zeros((), native))  # ml_dtypes: some JAX takes, which depends on its version
+    return native if x64 else np.dtype(_NARROW.get(native.name, native))
+
+
+def device_dtype(dtype: np.dtype, x64: bool, where: str) -> np.dtype:
+    """The dtype that a leaf has on the device.
+
+    Raises:
+        TypeError: JAX has no such dtype.
+    """
+    try:
+        return _device_dtype(dtype, x64)
+    except (TypeError, ValueError, jax.errors.JaxRuntimeError):
+        raise TypeError(f"{where}: arrays of dtype {dtype} cannot go to a device. {_KEEP}") from None

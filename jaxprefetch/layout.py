@@ -1,0 +1,139 @@
+"""How batches of one structure, with the same shapes and dtypes, are delivered: which rows, which mask, which plan.
+
+Synopsis:
+
+    layout = Layout(treedef, paths, targets, kept, leaves, options)
+    rows = layout.rows(leaves)
+    plan, order = layout.plan(leaves, deliver=rows, number=0, context=context)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxprefetch.device.context import Context
+from jaxprefetch.device.placement import Target
+from jaxprefetch.device.plan import Plan, plan_leaf
+from jaxprefetch.host.batching import Mode
+from jaxprefetch.host.leaves import fetch, is_key
+
+KeepOnHost = Callable[[str, Any], bool] | Sequence[str] | str | None
+
+
+@dataclass(frozen=True)
+class StagingOptions:
+    """The arguments of `prefetch_to_device` that speak of leaves and rows; their meaning is told there."""
+
+    keep_on_host: KeepOnHost = None
+    last_batch: Mode = "error"
+    mask_key: str = "mask"
+    batch_axis: int = 0
+    fresh_buffers: bool | None = None
+
+
+class Layout:
+    """What is so for every batch of one structure with the same shapes, dtypes and leaves kept on the host.
+
+    Attributes:
+        shards: into how many parts this process's rows are split.
+    """
+
+    def __init__(
+        self,
+        treedef: Any,
+        paths: tuple[str, ...],
+        targets: Sequence[Target],
+        kept: tuple[bool, ...],
+        leaves: Sequence[Any],
+        options: StagingOptions,
+    ):
+        self._treedef, self._paths, self._targets, self._kept = treedef, paths, tuple(targets), kept
+        self._options = options
+        self._rows_leaf = self._find_rows(leaves)
+        self._plans: dict[int | None, tuple[Plan, tuple[int, ...]]] = {}  # by rows delivered
+        self.shards = 1
+        if self._rows_leaf is not None:
+            ndim = np.ndim(leaves[self._rows_leaf])
+            self.shards = self._targets[self._rows_leaf].local_shards(ndim)[options.batch_axis]
+
+    def rows(self, leaves: Sequence[Any]) -> int | None:
+        """The batch's rows; None when no leaf tells."""
+        if self._rows_leaf is None:
+            return None
+        return np.shape(leaves[self._rows_leaf])[self._options.batch_axis]
+
+    def plan(
+        self, leaves: Sequence[Any], *, deliver: int | None, number: int, context: Context
+    ) -> tuple[Plan, tuple[int, ...]]:
+        """The plan to deliver so many rows, and where each of its leaves is in the batch (one past the last: mask)."""
+        found = self._plans.get(deliver)
+        if found is None:
+            found = self._plans[deliver] = self._make_plan(leaves, deliver, number, context)
+        return found
+
+    def _find_rows(self, leaves: Sequence[Any]) -> int | None:
+        """The first leaf whose sharding splits the batch axis; to drop or pad, else the first that has the axis."""
+        axis = self._options.batch_axis
+        having = [i for i, leaf in enumerate(leaves) if not self._kept[i] and np.ndim(leaf) > axis]
+        split = [i for i in having if self._targets[i].mesh_axes(axis)]
+        if self._options.last_batch != "error":
+            split = split or having
+        return split[0] if split else None
+
+    def _make_plan(
+        self, leaves: Sequence[Any], deliver: int | None, number: int, context: Context
+    ) -> tuple[Plan, tuple[int, ...]]:
+        axis, rows = self._options.batch_axis, self.rows(leaves)
+        treedef, order = self._treedef, tuple(range(len(leaves)))
+        made = [
+            (self._paths[i], *self._delivered(i, leaf, rows, deliver, number)) for i, leaf in enumerate(leaves)
+        ]  # path, target, stand-in
+        if self._options.last_batch == "pad" and self._rows_leaf is not None and deliver is not None:
+            treedef, order = _with_mask(treedef, self._options.mask_key, number)
+            mask_target = self._targets[self._rows_leaf].axis(axis)
+            made.append((self._options.mask_key, mask_target, np.empty(deliver, bool)))
+        leaf_plans = [
+            plan_leaf(path, target, leaf, number=number, batch_axis=axis, x64=context.x64)
+            for path, target, leaf in (made[i] for i in order)
+        ]
+        return Plan.of(treedef, leaf_plans, context), order
+
+    def _delivered(
+        self, i: int, leaf: Any, rows: int | None, deliver: int | None, number: int
+    ) -> tuple[Target | None, Any]:
+        """Where a leaf goes, and something with the shape in which it is delivered."""
+        if self._kept[i]:
+            return None, leaf
+        axis, target = self._options.batch_axis, self._targets[i]
+        if deliver is None or rows == deliver or np.ndim(leaf) <= axis or leaf.shape[axis] != rows:
+            return target, leaf
+        if isinstance(leaf, jax.Array):
+            if is_key(leaf):
+                fetch(leaf, f"Batch {number}, leaf {self._paths[i]}")  # refuses
+            if not target.committed:
+                target = Target(leaf.sharding, leaf.committed)  # where the whole batches of this source are
+        shape = (*leaf.shape[:axis], deliver, *leaf.shape[axis + 1 :])
+        return target, np.broadcast_to(np.empty((), leaf.dtype), shape)
+
+
+def _with_mask(treedef: Any, key: str, number: int) -> tuple[Any, tuple[int, ...]]:
+    """The structure with a mask beside the batch, and which leaf goes where in it (the last is the mask)."""
+    n = treedef.num_leaves
+    skeleton = jax.tree_util.tree_unflatten(treedef, range(n))
+    if isinstance(skeleton, dict):
+        if key in skeleton:
+            raise ValueError(
+                f"Batch {number}: last_batch='pad' adds the mask as {key!r}, but the batch has that key already. "
+                "Pass another mask_key."
+            )
+        skeleton = skeleton.copy()
+        skeleton[key] = n
+    else:
+        skeleton = (skeleton, n)
+    order, padded = jax.tree_util.tree_flatten(skeleton)
+    return padded, tuple(order)
