@@ -24,11 +24,12 @@ from jaxprefetch.device.feed import Feed
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
 from jaxprefetch.host.batching import MODES, Mode
-from jaxprefetch.host.reader import Inline, Pipeline, Reader, SourceTimes
+from jaxprefetch.host.pipeline import Inline, Pipeline, SourceTimes
+from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.source import Source
 from jaxprefetch.layout import KeepOnHost, StagingOptions
 from jaxprefetch.staging import Stager
-from jaxprefetch.statistics import PrefetchStatistics, verdict
+from jaxprefetch.statistics import PrefetchStatistics, snapshot
 
 logger = logging.getLogger("jaxprefetch")
 T = TypeVar("T")
@@ -137,7 +138,7 @@ class DevicePrefetcher(Generic[T]):
         released_by = "landing" if memory_in_compute_order(placement.devices) else "fence"
         self._feed = Feed(window(released_by=released_by, inline=host_size == 0))
         self._readers: list[Reader | Inline] = []  # the current one, if any; shared with the finaliser
-        self._past = SourceTimes()  # of passes that are over
+        self._past, self._times = SourceTimes(), SourceTimes()  # of passes that are over, of the last one
         self._over = False  # the current pass has ended
         self._said_spent = False
         self._turn = threading.Lock()  # held by the thread inside next(); never waited for
@@ -159,11 +160,15 @@ class DevicePrefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        with self._taking_turn():
+        if not self._take_turn():
+            raise StopIteration
+        try:
             if self._over or self._feed.closed:
                 return self._raise_end()
-            self.start_prefetch()
+            self._begin_pass()
             return self._next()
+        finally:
+            self._give_turn()
 
     def __enter__(self) -> DevicePrefetcher[T]:
         return self
@@ -173,24 +178,34 @@ class DevicePrefetcher(Generic[T]):
 
     def start_prefetch(self) -> None:
         """Starts the thread that pulls and stages, as the first `next()` would. Never blocks."""
-        if not self._readers and not self._feed.closed and not self._over:
-            self._begin_pass()
+        if self._turn.acquire(blocking=False):  # else a next() runs, which has done so
+            try:
+                self._begin_pass()
+            finally:
+                self._give_turn()
 
     @property
     def element_spec(self) -> Any:
         """The tree of `jax.ShapeDtypeStruct` (global shapes, shardings) of the first batch.
 
         Leaves kept on the host that are no arrays of numbers show their type. Blocking: for the first batch.
+
+        Raises:
+            ValueError: there is no first batch: the source is empty, or the prefetcher was closed before.
+            Exception: what the source, or staging, raised instead of it.
         """
-        if self._stager.element_spec is None:
-            self.start_prefetch()
-            with self._taking_turn():
+        if self._stager.element_spec is None and self._take_turn():
+            try:
+                self._begin_pass()
                 self._feed.peek()
-            if self._stager.element_spec is None and self._feed.error is not None:
-                raise self._feed.error
-        if self._stager.element_spec is None:
-            raise ValueError("element_spec: the source is empty, so there is no first batch to tell it from.")
-        return self._stager.element_spec
+            finally:
+                self._give_turn()
+        if self._stager.element_spec is not None:
+            return self._stager.element_spec
+        if self._feed.error is not None:
+            self._feed.raise_end()
+        why = "the prefetcher is closed" if self._feed.closed else "the source is empty"
+        raise ValueError(f"element_spec: {why}, so there is no first batch to tell it from.")
 
     def close(self) -> None:
         """Ends the pass for good and frees what was not handed out; the batch in the loop's hands stays alive.
@@ -202,77 +217,53 @@ class DevicePrefetcher(Generic[T]):
         """
         self._feed.closed = True
         self._end_pass()
-        with contextlib.suppress(RuntimeError), self._taking_turn():
-            pass
+        if self._turn.acquire(blocking=False):
+            self._give_turn()
 
     def statistics(self) -> PrefetchStatistics:
         """Counts, bytes and waits so far, and what the loop is bound by. Never blocks."""
-        feed, window, loop = self._feed, self._feed.window, self._feed.times
-        source = self._pulled()
-        bound = window.size + (not window.delete_used or feed.foreign)
-        return PrefetchStatistics(
-            pulled=source.pulled,
-            issued=window.issued,
-            taken=window.taken,
-            released=window.released,
-            in_flight=window.in_flight,
-            peak_in_flight=window.peak_batches,
-            bound=bound,
-            bytes_in_flight=window.bytes_in_flight,
-            peak_bytes_in_flight=window.peak_bytes,
-            bytes_bound=bound * feed.largest if window.max_bytes is None else window.max_bytes,
-            kept_by_consumer=len(feed.kept),
-            source_wait_s=loop.source_ns / 1e9,
-            room_wait_s=loop.room_ns / 1e9,
-            reader_pull_s=source.pull_ns / 1e9,
-            reader_stage_s=source.stage_ns / 1e9,
-            reader_room_wait_s=source.room_ns / 1e9,
-            elapsed_s=loop.elapsed_ns / 1e9,
-            starved=loop.starved,
-            cut_by_max_bytes=window.cut_by_bytes,
-            verdict=verdict(
-                loop,
-                source.batch_ns,
-                inline=not self._host_size,
-                link=feed.link,
-                cut=window.cut_by_bytes,
-            ),
-        )
+        return snapshot(self._feed, self._past.plus(self._times), inline=not self._host_size)
 
     # ---- one pass
 
-    @contextlib.contextmanager
-    def _taking_turn(self) -> Iterator[None]:
+    def _take_turn(self) -> bool:
+        """True when this thread alone may go on; False when the prefetcher is closed just now."""
+        if self._turn.acquire(blocking=False):
+            return True
+        if self._feed.closed:
+            return False
+        raise RuntimeError(
+            "next() was called while another call of it runs: one thread at a time may take batches. "
+            "Take them in one thread and hand them on."
+        )
+
+    def _give_turn(self) -> None:
         """Whoever has the turn last frees what a closed prefetcher still holds."""
-        if not self._turn.acquire(blocking=False):
-            raise RuntimeError(
-                "next() was called while another call of it runs: one thread at a time may take batches. "
-                "Take them in one thread and hand them on."
-            )
-        try:
-            yield
-        finally:
-            if self._feed.closed:
-                self._end_pass()
-                self._feed.clear()
-            self._turn.release()
+        if self._feed.closed:
+            self._end_pass()
+            self._feed.clear()
+        self._turn.release()
 
     def _begin_pass(self) -> None:
+        """Starts the reader where there is none; needs the turn."""
+        if self._readers or self._over or self._feed.closed:
+            return
         self._stager.begin_pass()
         pipeline = Pipeline(self._source, self._stager.stage, self._context)
         if self._host_size:
             reader = Reader(pipeline, host_size=self._host_size, max_host_bytes=self._max_host_bytes)
         else:
             reader = Inline(pipeline)
+        self._past, self._times = self._past.plus(self._times), pipeline.times
         self._feed.begin_pass(reader)
         self._readers.append(reader)
+        if self._feed.closed:  # by another thread meanwhile
+            self._end_pass()
         reader.start()
 
     def _end_pass(self) -> None:
-        past = self._pulled()
-        with contextlib.suppress(IndexError):  # another thread closes at the same time
+        with contextlib.suppress(IndexError):  # there is none, or another thread ends it
             self._readers.pop().close()
-            self._past = past
 
     def _next(self) -> T:
         try:
@@ -288,10 +279,6 @@ class DevicePrefetcher(Generic[T]):
         if self._feed.error is not None and not self._feed.closed:
             self._feed.raise_end()
         raise StopIteration
-
-    def _pulled(self) -> SourceTimes:
-        """What the readers of all passes have counted."""
-        return functools.reduce(SourceTimes.plus, (reader.pipeline.times for reader in self._readers), self._past)
 
 
 def _cancel(readers: list[Reader | Inline]) -> None:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
+from typing import Protocol
 
 from jax.profiler import TraceAnnotation
+
+from jaxprefetch.device.window import Window
+from jaxprefetch.host.pipeline import SourceTimes
 
 LINK_SHARE = 0.9
 """From this share of the link's speed a loop counts as copy-bound."""
@@ -116,6 +120,47 @@ class LoopTimes:
         """A step was seen to end so long after its batch was handed out."""
         self.step_ns += ns
         self.steps_seen += 1
+
+
+class Counts(Protocol):
+    """What a feed counts."""
+
+    window: Window
+    times: LoopTimes
+    largest: int
+    foreign: bool
+    link: float | None
+
+    @property
+    def kept(self) -> Sized: ...
+
+
+def snapshot(feed: Counts, source: SourceTimes, *, inline: bool) -> PrefetchStatistics:
+    """The figures as they are now."""
+    window, loop = feed.window, feed.times
+    bound = window.size + (not window.delete_used or feed.foreign)
+    return PrefetchStatistics(
+        pulled=source.pulled,
+        issued=window.issued,
+        taken=window.taken,
+        released=window.released,
+        in_flight=window.in_flight,
+        peak_in_flight=window.peak_batches,
+        bound=bound,
+        bytes_in_flight=window.bytes_in_flight,
+        peak_bytes_in_flight=window.peak_bytes,
+        bytes_bound=bound * feed.largest if window.max_bytes is None else window.max_bytes,
+        kept_by_consumer=len(feed.kept),
+        source_wait_s=loop.source_ns / 1e9,
+        room_wait_s=loop.room_ns / 1e9,
+        reader_pull_s=source.pull_ns / 1e9,
+        reader_stage_s=source.stage_ns / 1e9,
+        reader_room_wait_s=source.room_ns / 1e9,
+        elapsed_s=loop.elapsed_ns / 1e9,
+        starved=loop.starved,
+        cut_by_max_bytes=window.cut_by_bytes,
+        verdict=verdict(loop, source.batch_ns, inline=inline, link=feed.link, cut=window.cut_by_bytes),
+    )
 
 
 def verdict(loop: LoopTimes, source_ns: float, *, inline: bool, link: float | None, cut: int) -> str:

@@ -51,7 +51,7 @@ class Staging(Protocol):
 
     items: dict[int, Any]
 
-    def wait(self, timeout: float | None) -> bool: ...
+    def wait(self, number: int, timeout: float | None) -> bool: ...
     def give_room(self, batches: int = 1, nbytes: int = 0) -> None: ...
     def cancel(self) -> None: ...
 
@@ -91,6 +91,7 @@ class Feed:
         self.foreign = False  # some batch held arrays of the source's own
         self.link: float | None = None  # bytes per second to a device
         self._staging: Staging
+        self._items: dict[int, Any] = {}  # what is staged, by number in the pass
         self._issued: dict[int, _Issued] = {}
         self._devices: dict[Device, None] = {}  # all that were ever used, in order
         self._fences: OrderedDict[int, Any] = OrderedDict()
@@ -101,7 +102,7 @@ class Feed:
         """Batches come from `staging` from now on; the last pass is over."""
         if self.window.ended:
             self.window.restart()
-        self.first, self._staging = self.window.issued, staging
+        self.first, self._staging, self._items = self.window.issued, staging, staging.items
         self.times.begin_pass()
 
     def next(self) -> Any:
@@ -151,15 +152,21 @@ class Feed:
 
     def clear(self) -> None:
         """Drops what was not handed out; the consumer's batch stays as it is."""
+        self._items.clear()
         self._issued.clear()
         self._fences.clear()
 
     # ---- facts
 
+    @property
+    def _next_staged(self) -> int:
+        """The number in the pass of the next batch that the window has not been told of."""
+        return self.window.issued + self.window.staged - self.first
+
     def _look(self) -> None:
         """Tells the window what has been staged meanwhile, and of the end after it."""
-        window, items = self.window, self._staging.items
-        while not window.ended and (item := items.get(window.issued + window.staged - self.first)) is not None:
+        window = self.window
+        while not window.ended and (item := self._items.get(self._next_staged)) is not None:
             if not hasattr(item, "plan"):
                 self._ends_with(item.error)
                 window.end()
@@ -183,7 +190,7 @@ class Feed:
         self._staging.give_room(0, issued.nbytes)
 
     def _issue(self, number: int) -> None:
-        staged: StagedBatch = self._staging.items[number - self.first]
+        staged: StagedBatch = self._items[number - self.first]
         if number == 0:
             self._prepare(tuple(staged.plan.cost))
         try:
@@ -195,7 +202,7 @@ class Feed:
         self._issued[number] = _Issued(staged.plan, leaves, staged.nbytes)
         self._devices.update(dict.fromkeys(staged.plan.cost))
         self.window.issue()
-        del self._staging.items[number - self.first]
+        del self._items[number - self.first]
         self._refusal = None
         self._staging.give_room(1, 0)
 
@@ -246,13 +253,13 @@ class Feed:
 
     def _await_source(self, number: int) -> None:
         with self.times.waiting_for_source():
-            if not self._staging.wait(SAY_AFTER_SECONDS):
+            if not self._staging.wait(self._next_staged, SAY_AFTER_SECONDS):
                 logger.warning(
                     "jaxprefetch: next() has waited %.0f s for the source to make batch %d.",
                     SAY_AFTER_SECONDS,
                     number - self.first,
                 )
-                self._staging.wait(None)
+                self._staging.wait(self._next_staged, None)
 
     def _await_staged(self, number: int, waited: float, *, step_seen: bool) -> None:
         """Looks whether the device would go idle, else waits a little for the source."""
@@ -269,7 +276,7 @@ class Feed:
         if news:
             return
         with self.times.waiting_for_source():
-            self._staging.wait(max(SHORTEST_WAIT_SECONDS, waited / 10))
+            self._staging.wait(self._next_staged, max(SHORTEST_WAIT_SECONDS, waited / 10))
 
     def _hand_out(self, number: int) -> Any:
         issued, window = self._issued[number], self.window

@@ -4,7 +4,7 @@ Synopsis:
 
     reader = Reader(Pipeline(source, stage), host_size=4)
     reader.start()
-    reader.wait(timeout=None)            # until there is news
+    reader.wait(0, timeout=None)         # until it is there
     reader.items[0]                      # the first staged batch, or End
     del reader.items[0]; reader.give_room()
 
@@ -22,159 +22,17 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
-from jax.profiler import TraceAnnotation
-
-from jaxprefetch.host.source import Source, closable_from_outside, close_iterator
+from jaxprefetch.host.pipeline import End, HasBytes, Pipeline
+from jaxprefetch.host.source import closable_from_outside, close_iterator
 
 logger = logging.getLogger("jaxprefetch")
 
 CLOSE_SECONDS = 1.0
 """What `close()` waits for a reader that is stuck in its source, altogether."""
-
-
-class HasBytes(Protocol):
-    """What a stage function makes: anything that says how much host memory it takes."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The last item of a pass: the source's end, or what it (or staging) raised."""
-
-    error: BaseException | None = None
-
-
-@dataclass
-class SourceTimes:
-    """Nanoseconds and counts, written by the thread that pulls only."""
-
-    pulled: int = 0
-    pull_ns: int = 0
-    stage_ns: int = 0
-    room_ns: int = 0  # waited for room in host memory's queue
-    first_ns: int = 0  # of these, for the first batch of a pass, when sources open their files
-    passes: int = 0
-    inside: str = "nothing yet"  # what the thread is doing, for messages
-
-    def plus(self, other: SourceTimes) -> SourceTimes:
-        """Both together."""
-        return SourceTimes(
-            self.pulled + other.pulled,
-            self.pull_ns + other.pull_ns,
-            self.stage_ns + other.stage_ns,
-            self.room_ns + other.room_ns,
-            self.first_ns + other.first_ns,
-            self.passes + other.passes,
-        )
-
-    @property
-    def batch_ns(self) -> float:
-        """What the source and staging take for a batch that is not the first of its pass."""
-        return (self.pull_ns + self.stage_ns - self.first_ns) / max(self.pulled - self.passes, 1)
-
-
-class Pipeline:
-    """Pull and stage, one batch a call. The source is never called again after its end or an error."""
-
-    def __init__(
-        self,
-        source: Source,
-        stage: Callable[[Any, int], HasBytes | None],
-        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ):
-        self.times = SourceTimes()
-        self.iterator: Iterator[Any] | None = None
-        self._source = source
-        self._stage = stage
-        self._context = context
-        self._end: End | None = None
-
-    def advance(self, caught: type[BaseException] = BaseException) -> HasBytes | End:
-        """The next staged batch, or the end; errors of type `caught` end the pass, others pass through."""
-        while self._end is None:
-            try:
-                with self._context():
-                    item = self._pull_and_stage()
-            except StopIteration:
-                self._end = End()
-            except caught as error:
-                self._end = End(error)
-            else:
-                if item is not None:
-                    return item
-        return self._end
-
-    def close(self) -> None:
-        """Closes the iterator; what that raises is logged, for the pass is over."""
-        iterator, self.iterator = self.iterator, None
-        self._end = self._end or End()
-        try:
-            with self._context():
-                close_iterator(iterator)
-        except Exception:
-            logger.exception("jaxprefetch: closing the source's iterator %r failed", type(iterator).__name__)
-
-    def _pull_and_stage(self) -> HasBytes | None:
-        times, start = self.times, time.perf_counter_ns()
-        number = times.pulled
-        times.inside = f"the source, for batch {number}"
-        with TraceAnnotation("jaxprefetch.pull"):
-            raw = self._next(number)
-        pulled = time.perf_counter_ns()
-        times.pulled, times.pull_ns = number + 1, times.pull_ns + pulled - start
-        times.inside = f"staging batch {number}"
-        with TraceAnnotation("jaxprefetch.stage"):
-            item = self._stage(raw, number)
-        times.stage_ns += time.perf_counter_ns() - pulled
-        if not number:
-            times.first_ns, times.passes = time.perf_counter_ns() - start, 1
-        return item
-
-    def _next(self, number: int) -> Any:
-        try:
-            if self.iterator is None:
-                self.iterator = self._source.open()
-            return next(self.iterator)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            error.add_note(f"jaxprefetch: raised by the source while it made batch {number}")
-            raise
-
-
-class Inline:
-    """No thread: every `wait` pulls and stages on the caller's thread."""
-
-    def __init__(self, pipeline: Pipeline):
-        self.pipeline = pipeline
-        self.items: dict[int, HasBytes | End] = {}
-        self._next = 0
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def wait(self, timeout: float | None) -> bool:
-        """Pulls and stages one batch, however long that takes: always news."""
-        self.items[self._next] = self.pipeline.advance(Exception)
-        self._next += 1
-        return True
-
-    def give_room(self, batches: int = 1, nbytes: int = 0) -> None:
-        """Room is not counted."""
-
-    def cancel(self) -> None:
-        """Nothing runs."""
-
-    def close(self) -> None:
-        """Closes the source."""
-        self.pipeline.close()
 
 
 class Reader:
@@ -196,6 +54,7 @@ class Reader:
         self._room: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._tokens = host_size  # the reader's own count
         self._bytes = 0  # the reader's own count
+        self._waited_for = False  # written by the consumer
         self._cancelled = False  # written once, False to True
         self._thread: threading.Thread | None = None  # made by start(): a thread refers to its reader
 
@@ -206,12 +65,20 @@ class Reader:
             _live.add(self)
             self._thread.start()
 
-    def wait(self, timeout: float | None) -> bool:
-        """Whether there is news within so many seconds; it may be old. Blocking: that long; Ctrl-C gets through."""
+    def wait(self, number: int, timeout: float | None) -> bool:
+        """Whether item `number` is there within so many seconds. Blocking: that long; Ctrl-C and `cancel` get through.
+
+        The thread rings only for a consumer that waits. None is missed: the consumer says that it waits and then looks
+        for the item, the thread puts in the item and then looks whether somebody waits.
+        """
+        self._waited_for = True
         try:
-            self._news.get(timeout=timeout)
+            while number not in self.items and not self._cancelled:
+                self._news.get(timeout=timeout)
         except Empty:
             return False
+        finally:
+            self._waited_for = False
         return True
 
     def give_room(self, batches: int = 1, nbytes: int = 0) -> None:
@@ -246,7 +113,8 @@ class Reader:
                 if not isinstance(item, End) and not self._wait_for_bytes(item.nbytes):
                     return
                 self.items[number] = item
-                self._news.put(None)
+                if self._waited_for:
+                    self._news.put(None)
                 if isinstance(item, End):
                     return
                 del item
