@@ -139,6 +139,22 @@ def test_thread_ends_with_the_source():
     assert not reader_threads()
 
 
+@by_host_size
+def test_the_end_closes_the_iterator(host_size):
+    """At the end of a pass the source's iterator is closed, without `close()` of ours."""
+    closed = threading.Event()
+
+    class Open(Counted):
+        def close(self):
+            closed.set()
+
+    with prefetch_to_device(Open(3), host_size=host_size) as batches:
+        assert numbers(batches) == [0, 1, 2]
+        for thread in reader_threads():
+            thread.join(LIMIT_S)
+        assert closed.is_set()
+
+
 def test_error_in_the_source_s_close_is_logged(caplog):
     """A source that cannot be closed does not fail `close()`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from gated import Closable, Counted, Gated, InThread, Loader, Watch, batch, numbers, reader_threads, wait
+from gated import LIMIT_S, Closable, Counted, Gated, InThread, Loader, Watch, batch, numbers, reader_threads, wait
 
 from jaxprefetch import DevicePrefetcher, prefetch, prefetch_to_device
 from jaxprefetch.host import reader
@@ -98,6 +98,41 @@ def test_close_while_a_pass_begins(begin, monkeypatch):
     left = reader_threads()
     batches.close()
     assert not left
+
+
+def test_close_while_the_thread_starts(monkeypatch):
+    """A `close()` by another thread, between the making of ours and its start, fails nowhere and leaves nothing."""
+    start = threading.Thread.start
+
+    def starting(thread):
+        if thread.name == "jaxprefetch-reader":
+            InThread(batches.close).result()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    batches = prefetch_to_device(Counted(100))
+    assert next(batches, "ended") == "ended"
+    for thread in reader_threads():
+        thread.join(LIMIT_S)
+    assert not reader_threads()
+
+
+def test_thread_that_cannot_be_started_is_an_error_and_no_more(monkeypatch):
+    """Where the system refuses a thread `next()` raises that; it can be called again, and closed."""
+    start, refused = threading.Thread.start, []
+
+    def starting(thread):
+        if thread.name == "jaxprefetch-reader" and not refused:
+            refused.append(True)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    with prefetch_to_device(Loader(3)) as batches:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            next(batches)
+        assert reader.stop(list(reader._live)) == []
+        assert InThread(lambda: numbers(batches)).result() == [0, 1, 2]
 
 
 def test_next_while_another_thread_closes_has_ended(monkeypatch):

@@ -21,7 +21,6 @@ def source(block_at=None):
     i = 0
     while True:
         if i == block_at:
-            print("blocked", flush=True)
             blocked.set()
             threading.Event().wait()
         yield {"x": np.full(100_000, i, np.float32)}
@@ -64,9 +63,15 @@ def assert_clean(errors):
         (
             """
             def run():
-                train(prefetch_to_device(source()))
+                batches = prefetch_to_device(source())
+                next(batches)
+                started.set()  # from Python 3.12 on no thread starts once the main one has ended
+                threading.main_thread().join()
+                train(batches)
                 sys.stderr.write("trained")
+            started = threading.Event()
             threading.Thread(target=run).start()
+            started.wait()
             """,
             0,
         ),
@@ -117,10 +122,39 @@ def test_exit_closes_a_source_that_blocks():
     assert output == "closed\n"
 
 
-@pytest.mark.parametrize("block_at", [0, 3])
-def test_ctrl_c_ends_a_wait(block_at):
+def test_next_in_a_later_exit_handler_has_an_end():
+    """After our exit handler `next()` may still give what was staged, and then it ends instead of waiting for ever."""
+    text = """
+    import atexit
+    atexit.register(lambda: print("ended", len(list(batches)) < 100))
+    from jaxprefetch import prefetch_to_device
+    import numpy as np
+    batches = prefetch_to_device({"x": np.zeros(4, np.float32)} for _ in range(100))
+    next(batches)
+    """
+    returned, output, errors = run_python(textwrap.dedent(text))
+    assert returned == 0, errors
+    assert_clean(errors)
+    assert output == "ended True\n"
+
+
+@pytest.mark.parametrize("good", [0, 3])
+def test_ctrl_c_ends_a_wait(good):
     """SIGINT while `next()` waits for the source ends the program with `KeyboardInterrupt`, at the first time."""
-    with start_python(script(f"train(prefetch_to_device(source({block_at})))")) as process:
+    text = f"""
+    def stops():
+        yield from (batch for _, batch in zip(range({good}), source()))
+        waiting.wait()
+        print("blocked", flush=True)
+        threading.Event().wait()
+    waiting = threading.Event()
+    batches = prefetch_to_device(stops())
+    for _ in range({good}):
+        next(batches)
+    waiting.set()
+    next(batches)
+    """
+    with start_python(script(text)) as process:
         assert process.stdout.readline() == "blocked\n"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=LIMIT_S)

@@ -397,6 +397,20 @@ def test_an_idle_device_is_not_kept_waiting(landed_first: bool):
     assert window.decide() == (Do.HAND_OUT, 1)
 
 
+def test_an_old_fence_told_late_undoes_nothing():
+    """The fence of an earlier step says nothing new once a later one is done."""
+    window = awaiting()
+    window.hand_out()
+    settle(window)
+    stage(window, 1)
+    window.issue()
+    window.fence(1)
+    window.fence_done(1)
+    window.landed(2)
+    window.fence_done(0)
+    assert window.decide() == (Do.HAND_OUT, 2)
+
+
 def test_an_end_while_awaiting_hands_out():
     """When the source ends there is nothing left to wait for."""
     window = awaiting()
@@ -455,9 +469,20 @@ def test_an_open_fence_that_makes_the_next_fit_is_awaited():
     assert window.decide() == (Do.ISSUE, 2)
 
 
+def test_an_open_fence_that_makes_too_little_room_is_not_awaited():
+    """Batch k goes out at once when the next would not fit even without everything that can be waited for."""
+    window = Window(2, delete_used=True, max_bytes=25)
+    for n in (10, 10, 20):
+        window.stage({"gpu:0": n})
+    take(window)
+    settle(window, disposed=True)
+    window.fence(0)
+    assert window.decide() == (Do.HAND_OUT, 1)
+
+
 def test_an_idle_device_is_not_kept_waiting_for_room():
     """Batch k goes out although room could be made for the next, when its own step could start now."""
-    window = Window(2, delete_used=True)
+    window = Window(2, delete_used=True, max_bytes=19)
     for cost in (COST, OTHER, COST):
         window.stage(cost)
     take(window)
@@ -467,6 +492,8 @@ def test_an_idle_device_is_not_kept_waiting_for_room():
     assert window.decide() == (Do.PROVE_LANDING, 0)
     window.landed(1)
     assert window.decide() == (Do.HAND_OUT, 1)
+    window.hand_out()
+    assert window.cut_by_bytes == 0  # the count alone was reason enough
 
 
 def test_bytes_are_limited_on_each_device():
@@ -553,6 +580,8 @@ def test_a_new_pass_goes_on_with_the_numbers():
     assert follow(window, Do.END) == (Do.END, 2)
     window.restart()
     assert not window.ended
+    with pytest.raises(RuntimeError, match=r"decide\(\) outside of a call"):
+        window.decide()
     assert (window.in_flight, window.issued) == (1, 2)
     window.call()
     assert window.decide() == (Do.AWAIT_SOURCE, 2)
@@ -613,6 +642,15 @@ def in_call(n: int, most: int | None) -> Window:
     return window
 
 
+def full() -> Window:
+    """A window of two in `next(0)` with two issued and one staged, for which there would be room."""
+    window = staged_only(3)
+    window.call()
+    window.issue()
+    window.issue()
+    return window
+
+
 def released() -> Window:
     window = in_next_1()
     window.settled(0)
@@ -631,6 +669,7 @@ ILLEGAL = {
     "a pass within a pass": (in_next_1, lambda w: w.restart(), "a pass was begun before the last one was over"),
     "issued outside of a call": (lambda: staged_only(1), lambda w: w.issue(), "no batch is staged"),
     "issued without one staged": (awaiting, lambda w: w.issue(), "no batch is staged"),
+    "issued too far ahead": (full, lambda w: w.issue(), "batch 2 does not fit"),
     "issued above the count": (in_next_1, lambda w: w.issue(), "batch 2 does not fit"),
     "issued above the bytes": (lambda: in_call(26, 25), lambda w: w.issue(), "batch 0 does not fit"),
     "refused without one staged": (awaiting, lambda w: w.refuse(), "no batch is staged"),

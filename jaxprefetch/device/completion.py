@@ -72,7 +72,8 @@ def wait_landed(arrays: Sequence[jax.Array]) -> bool:
     Blocking: until the copies are done; the GIL is free meanwhile.
     """
     try:
-        jax.block_until_ready(arrays)
+        for array in arrays:
+            array.block_until_ready()
     except RuntimeError:
         if not any(array.is_deleted() for array in arrays):
             raise

@@ -72,10 +72,6 @@ class _Issued:
     def arrays(self) -> list[jax.Array]:
         return [self.leaves[i] for i in (*self.plan.made, *self.plan.foreign)]
 
-    @property
-    def most_bytes(self) -> int:
-        return max(self.plan.cost.values(), default=0)
-
 
 class Feed:
     """Hands out batches in order. Numbers go on from pass to pass; `first` is the number of this pass's batch 0."""
@@ -172,7 +168,7 @@ class Feed:
                 window.end()
                 return
             plan: Plan = item.plan
-            self.largest = max(self.largest, max(plan.cost.values(), default=0))
+            self.largest = max(self.largest, plan.most)
             self.foreign = self.foreign or bool(plan.foreign)
             window.stage(plan.cost, foreign=bool(plan.foreign))
 
@@ -180,8 +176,10 @@ class Feed:
 
     def _settle(self, number: int) -> None:
         issued = self._issued[number]
-        with self.times.waiting_for_room("landing"):
+        start = time.perf_counter_ns()
+        with TraceAnnotation("jaxprefetch.wait_landing"):
             landed = wait_landed(issued.arrays)
+        self.times.room_ns += time.perf_counter_ns() - start
         if self.window.delete_used:
             for array in issued.made:
                 array.delete()
@@ -282,9 +280,10 @@ class Feed:
         issued, window = self._issued[number], self.window
         starved = window.issued < number + window.size and not window.staged and not window.ended
         window.hand_out()
-        self.times.hand_out(issued.most_bytes, starved=starved)
-        if not window.delete_used:
-            self.kept.add(number, issued.made, self.first)
+        self.times.hand_out(issued.plan.most, starved=starved)
+        largest = issued.plan.largest
+        if not window.delete_used and largest is not None:
+            self.kept.add(number, issued.leaves[largest], self.first)
         return jax.tree_util.tree_unflatten(issued.plan.treedef, issued.leaves)
 
     def raise_end(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,12 +29,10 @@ class KeptBatches:
         """Batches before the last one that are still referred to."""
         return len(self._alive) - (self._last in self._alive)
 
-    def add(self, number: int, made: Sequence[jax.Array], first: int) -> None:
+    def add(self, number: int, largest: jax.Array, first: int) -> None:
         """Batch `number` is handed out; messages count from `first`, the number of the pass's batch 0."""
         self._last = number
-        if made:
-            largest = max(made, key=lambda array: array.nbytes)
-            self._alive[number] = weakref.ref(largest, functools.partial(_forget, self._alive, number))
+        self._alive[number] = weakref.ref(largest, functools.partial(_forget, self._alive, number))
         oldest = next(iter(self._alive), number)
         if not self._said and oldest < number - 2:
             self._said = True

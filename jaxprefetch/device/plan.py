@@ -58,8 +58,10 @@ class Plan:
     treedef: Any
     leaves: tuple[LeafPlan, ...]
     cost: Cost
+    most: int  # bytes on the fullest device
     foreign: tuple[int, ...]
     made: tuple[int, ...]
+    largest: int | None  # of the leaves in `made`
     transfer: Transfer
 
     @classmethod
@@ -71,12 +73,15 @@ class Plan:
                 cost[device] = cost.get(device, 0) + n
         placed = {i: leaf.target.sharding for i, leaf in enumerate(leaves) if leaf.target and leaf.target.committed}
         loose = tuple(i for i, leaf in enumerate(leaves) if leaf.made and i not in placed)
+        made = tuple(i for i, leaf in enumerate(leaves) if leaf.made)
         return cls(
             treedef=treedef,
             leaves=leaves,
             cost=cost,
+            most=max(cost.values(), default=0),
             foreign=tuple(i for i, leaf in enumerate(leaves) if leaf.foreign),
-            made=tuple(i for i, leaf in enumerate(leaves) if leaf.made),
+            made=made,
+            largest=max(made, key=lambda i: sum(leaves[i].cost.values()), default=None),
             transfer=Transfer(context, loose, tuple(placed), tuple(placed.values())),
         )
 

@@ -73,6 +73,7 @@ class Transfer:
         self._loose, self._placed, self._shardings = loose, placed, shardings
         self._local = all(sharding.is_fully_addressable for sharding in shardings)
         self._templates: dict[int, _Template] | None = None
+        self._rest: tuple[Sequence[int], Sequence[int], Sequence[Sharding]] = ((), (), ())  # without a template
 
     def put(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves as arrays; those that are in neither group stay as they are.
@@ -84,22 +85,22 @@ class Transfer:
                 return self._put_fast(leaves, self._templates, *_batched_put)
             out = self._put_public(leaves, self._loose, self._placed, self._shardings)
             if self._local:
-                made = [i for i in (*self._loose, *self._placed) if isinstance(leaves[i], np.ndarray)]
-                self._templates = {i: _Template.of(out[i]) for i in made}
+                self._prepare(leaves, out)
             return out
 
-    def _put_fast(
-        self, leaves: Sequence[Any], templates: dict[int, _Template], batched_put: Any, scope: Any
-    ) -> list[Any]:
-        rest = [i for i in self._placed if i not in templates]
-        loose = [i for i in self._loose if i not in templates]
-        if rest or loose:
-            shardings = [self._shardings[self._placed.index(i)] for i in rest]
-            leaves = self._put_public(leaves, loose, rest, shardings)
-        out = list(leaves)
+    def _prepare(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
+        """Templates for what is made from NumPy arrays; the rest goes the public way always."""
+        made = [i for i in (*self._loose, *self._placed) if isinstance(leaves[i], np.ndarray)]
+        placed = {i: s for i, s in zip(self._placed, self._shardings, strict=True) if i not in made}
+        self._templates = {i: _Template.of(arrays[i]) for i in made}
+        self._rest = [i for i in self._loose if i not in made], tuple(placed), tuple(placed.values())
+
+    def _put_fast(self, leaves: Sequence[Any], templates: dict[int, _Template], put: Any, scope: Any) -> list[Any]:
+        loose, placed, shardings = self._rest
+        out = self._put_public(leaves, loose, placed, shardings) if loose or placed else list(leaves)
         with scope():
             for i, template in templates.items():
-                out[i] = template.put(out[i], batched_put)
+                out[i] = template.put(out[i], put)
         return out
 
     def _put_public(
