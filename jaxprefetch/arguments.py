@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
+
+import numpy as np
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
@@ -27,11 +30,13 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
     return value
 
 
-def check_at_least(name: str, value: Any, least: int) -> None:
-    """Whether an argument is an integer of at least `least`.
+def integer(name: str, value: Any, least: int) -> int:
+    """An argument as an integer of at least `least`; NumPy's integers are taken too.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    number = operator.index(value) if hasattr(value, "__index__") and not isinstance(value, (bool, np.bool_)) else None
+    if number is None or number < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
+    return number

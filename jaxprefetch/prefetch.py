@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from jaxprefetch.arguments import check_at_least, parse_bytes
+from jaxprefetch.arguments import integer, parse_bytes
 from jaxprefetch.device.completion import memory_in_compute_order
 from jaxprefetch.device.feed import Feed
 from jaxprefetch.device.placement import Placement
@@ -96,9 +96,8 @@ def prefetch_to_device(
 
     References: `kComputeSynchronized` in XLA's `pjrt/se/local_device_state.h`.
     """
-    check_at_least("size", size, 1)
-    check_at_least("host_size", host_size, 0)
-    check_at_least("batch_axis", batch_axis, 0)
+    size, host_size = integer("size", size, 1), integer("host_size", host_size, 0)
+    batch_axis = integer("batch_axis", batch_axis, 0)
     if last_batch not in MODES:
         raise ValueError(f"last_batch: expected one of {', '.join(map(repr, MODES))}, got {last_batch!r}.")
     options = StagingOptions(keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers)
@@ -147,7 +146,9 @@ class DevicePrefetcher(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if self._feed.closed:
             raise ValueError("This prefetcher is closed. Make a new one to iterate again.")
-        if self._over and self._feed.error is None:
+        if self._over:
+            if self._feed.error is not None:
+                self._feed.raise_end()
             if self._source.reiterable:
                 self._end_pass()
                 self._over = False
@@ -246,6 +247,8 @@ class DevicePrefetcher(Generic[T]):
 
     def _begin_pass(self) -> None:
         """Starts the reader where there is none; needs the turn."""
+        for reader in self._readers:
+            reader.start()  # nothing, unless a thread could not be had before
         if self._readers or self._over or self._feed.closed:
             return
         self._stager.begin_pass()

@@ -4,14 +4,14 @@ Synopsis:
 
     stager = Stager(Placement(sharding), StagingOptions())
     stager.begin_pass()
-    staged = stager.stage(batch, number=0)     # on the reader's thread
+    staged = stager.stage(batch, 0, reserve)   # on the reader's thread
     arrays = staged.plan.put(staged.leaves)    # on the consumer's thread
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,11 @@ class Staged:
 
     leaves: list[Any]
     plan: Plan
-    nbytes: int  # of host memory, until it has landed
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory, until it has landed."""
+        return self.plan.host_bytes
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,16 @@ class Stager:
         """Batch numbers and the rows to compare with start again."""
         self._policy = LastBatch(self._options.last_batch)
 
-    def stage(self, raw: Any, number: int) -> Staged | None:
+    def stage(self, raw: Any, number: int, reserve: Callable[[int], None]) -> Staged | None:
         """One batch ready to be put; None for a short last batch that is left out.
+
+        Blocking: in `reserve`, which is told how many bytes of host memory the batch takes.
 
         Raises:
             TypeError, ValueError, OverflowError: the batch cannot go where it should; names the batch and the leaf.
         """
         leaves, treedef = jax.tree_util.tree_flatten(raw)
-        if any(isinstance(leaf, Mapping) for leaf in leaves):
+        if any(type(leaf) is not np.ndarray and isinstance(leaf, Mapping) for leaf in leaves):
             raw = plain(raw)
             leaves, treedef = jax.tree_util.tree_flatten(raw)
         structure = self._structures.get(treedef)
@@ -83,7 +89,7 @@ class Stager:
             structure = self._structures[treedef] = self._new_structure(raw, treedef, number)
         kept = self._kept(structure, leaves)
         leaves = [
-            leaf if keep else self._on_host(leaf, target, f"Batch {number}, leaf {path}")
+            leaf if keep or type(leaf) is np.ndarray else self._on_host(leaf, target, f"Batch {number}, leaf {path}")
             for leaf, keep, target, path in zip(leaves, kept, structure.targets, structure.paths, strict=True)
         ]
         layout = self._layout(treedef, structure, kept, leaves)
@@ -94,6 +100,7 @@ class Stager:
                 return None
         plan, order = layout.plan(leaves, deliver=deliver, number=number, context=self._placement.context)
         self._compare_with_first(plan, number)
+        reserve(plan.host_bytes)
         return self._own(plan, order, leaves, rows, number)
 
     # ---- what is cached
@@ -143,7 +150,7 @@ class Stager:
     def _own(self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int) -> Staged:
         """Host memory of our own for every leaf that needs it."""
         out: list[Any] = []
-        nbytes, separate = 0, Separate()
+        separate = Separate()
         for i, leaf_plan in zip(order, plan.leaves, strict=True):
             leaf = leaves[i] if i < len(leaves) else np.arange(leaf_plan.shape[0]) < rows
             if leaf_plan.target is None:
@@ -151,20 +158,20 @@ class Stager:
                     leaf = leaf.copy()
             elif leaf_plan.made:
                 leaf = self._made(leaf, leaf_plan, number, separate)
-                nbytes += getattr(leaf, "nbytes", 0)
             out.append(leaf)
-        return Staged(out, plan, nbytes)
+        return Staged(out, plan)
 
     def _made(self, leaf: Any, plan: LeafPlan, number: int, separate: Separate) -> Any:
+        if type(leaf) is np.ndarray and leaf.dtype == plan.dtype:
+            if self._options.fresh_buffers and leaf.shape == plan.shape and separate.claims(leaf):
+                return leaf
+            return copy_aligned(leaf, plan.dtype, plan.shape)
         where = f"Batch {number}, leaf {plan.path}"
         if is_number(leaf):
             check_range(leaf, plan.dtype, where)
             return leaf
         leaf = fetch(leaf, where) if isinstance(leaf, jax.Array) else leaf
-        if leaf.dtype != plan.dtype:
-            check_range(leaf, plan.dtype, where)
-        elif self._options.fresh_buffers and leaf.shape == plan.shape and separate.claims(leaf):
-            return leaf
+        check_range(leaf, plan.dtype, where)
         return copy_aligned(leaf, plan.dtype, plan.shape)
 
 

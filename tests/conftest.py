@@ -51,7 +51,8 @@ def pytest_configure(config):
 
 
 def _our_threads():
-    return {thread for thread in threading.enumerate() if thread.name.startswith(_THREAD_PREFIX)}
+    # `enumerate` also lists threads that another thread is about to start; those cannot be joined.
+    return {thread for thread in threading.enumerate() if thread.name.startswith(_THREAD_PREFIX) and thread.is_alive()}
 
 
 def _join(threads):

@@ -512,6 +512,14 @@ def test_bytes_are_limited_on_each_device():
 # ---- the device has no memory
 
 
+def retry_after_the_step(window: Window, step: int):
+    """The second try waits for the step before: what it used may be given back then."""
+    assert window.decide() == (Do.FENCE, step)
+    window.fence(step)
+    assert window.decide() == (Do.AWAIT_FENCE, step)
+    window.fence_done(step)
+
+
 def test_a_refused_batch_that_is_not_needed_waits_for_its_turn():
     """When the device has no memory for the next batch, batch k goes out first."""
     window = Window(2)
@@ -522,6 +530,7 @@ def test_a_refused_batch_that_is_not_needed_waits_for_its_turn():
     assert window.decide() == (Do.HAND_OUT, 0)
     window.hand_out()
     settle(window)
+    retry_after_the_step(window, 0)
     assert window.decide() == (Do.ISSUE, 1)
     window.issue()
     stage(window, 1)
@@ -555,6 +564,7 @@ def test_a_refused_batch_is_tried_again_only_after_the_open_fences():
     window.refuse()
     assert window.decide() == (Do.AWAIT_FENCE, 0)
     window.fence_done(0)
+    retry_after_the_step(window, 1)
     assert window.decide() == (Do.ISSUE, 2)
 
 
@@ -790,14 +800,17 @@ class Ledger:
         room = bool(self.staged) and issued < k + self.size and not blocked
         asleep = not self.staged and not self.ended and issued < k + self.size
         owed = k > 0 and k - 1 in self.in_flight() and self.batches[k - 1].fenced and self.fence < k - 1
+        retry = self.refusals == 1 and not ahead and bool(self.staged) and self.fits() and not self.unreferenced()
         if do is Do.FENCE:
-            return j == k - 1 > self.fence and (owed or (ahead and asleep and not self.idle()))
+            return j == k - 1 > self.fence and (owed or retry or (ahead and asleep and not self.idle()))
         if owed:
             return False
         if do is Do.ISSUE:
-            return j == issued < k + self.size and self.fits() and (room or (self.refusals == 1 and not ahead))
+            return j == issued < k + self.size and self.fits() and (room or (retry and self.done >= k - 1))
         if room:
             return False
+        if do is Do.AWAIT_FENCE and retry:
+            return j == k - 1 == self.fence > self.done
         if do in (Do.AWAIT_FENCE, Do.PROVE_LANDING):
             open_fence = self.batches[j].fenced and self.done < j
             due = not ahead or (self.fits(self.unreferenced()) and not self.idle() and not self.refusals)

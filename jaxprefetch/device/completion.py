@@ -96,7 +96,7 @@ def _compiled_fence(devices: tuple[Device, ...]) -> Callable[[], jax.Array]:
         except BaseException as error:  # re-raised below, on the caller's thread
             errors.append(error)
 
-    thread = threading.Thread(target=compile_fence, name="jaxprefetch-compile", daemon=True)
+    thread = threading.Thread(target=compile_fence, name="jaxprefetch-compile", daemon=False)
     thread.start()
     thread.join()
     if errors:

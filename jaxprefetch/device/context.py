@@ -21,6 +21,7 @@ else:
     Device = jax.Device
 
 _config: Any = jax.config
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Context:
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
         """The same settings, on whatever thread this is entered."""
-        if self == Context.current():
-            return contextlib.nullcontext()
+        if _config.jax_enable_x64 == self.x64 and _config.jax_default_device is self.default_device:
+            return _NOTHING
         stack = contextlib.ExitStack()
         stack.enter_context(jax.default_device(self.default_device))
         stack.enter_context(jax.enable_x64(self.x64))

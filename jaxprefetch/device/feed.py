@@ -52,7 +52,7 @@ class Staging(Protocol):
     items: dict[int, Any]
 
     def wait(self, number: int, timeout: float | None) -> bool: ...
-    def give_room(self, batches: int = 1, nbytes: int = 0) -> None: ...
+    def give_room(self, issued: int, landed: int) -> None: ...
     def cancel(self) -> None: ...
 
 
@@ -91,6 +91,7 @@ class Feed:
         self._issued: dict[int, _Issued] = {}
         self._devices: dict[Device, None] = {}  # all that were ever used, in order
         self._fences: OrderedDict[int, Any] = OrderedDict()
+        self._landed = 0  # bytes of host memory of the pass's batches that have landed
         self._refusal: BaseException | None = None
         self._traceback: Any = None
 
@@ -99,6 +100,7 @@ class Feed:
         if self.window.ended:
             self.window.restart()
         self.first, self._staging, self._items = self.window.issued, staging, staging.items
+        self._landed = 0
         self.times.begin_pass()
 
     def next(self) -> Any:
@@ -184,8 +186,8 @@ class Feed:
             for array in issued.made:
                 array.delete()
         self.window.settled(number, disposed=not landed)
-        del self._issued[number]
-        self._staging.give_room(0, issued.nbytes)
+        self._issued.pop(number, None)
+        self._landed += issued.nbytes
 
     def _issue(self, number: int) -> None:
         staged: StagedBatch = self._items[number - self.first]
@@ -200,9 +202,9 @@ class Feed:
         self._issued[number] = _Issued(staged.plan, leaves, staged.nbytes)
         self._devices.update(dict.fromkeys(staged.plan.cost))
         self.window.issue()
-        del self._items[number - self.first]
+        self._items.pop(number - self.first, None)
         self._refusal = None
-        self._staging.give_room(1, 0)
+        self._give_room()
 
     def _prepare(self, devices: tuple[Device, ...]) -> None:
         """Once, before anything is on the devices."""
@@ -228,6 +230,7 @@ class Feed:
     def _fail(self, error: BaseException) -> None:
         """Nothing after the batches already issued will come."""
         self._ends_with(error)
+        self._items.clear()
         self.window.fail()
         self._staging.cancel()
 
@@ -251,13 +254,25 @@ class Feed:
 
     def _await_source(self, number: int) -> None:
         with self.times.waiting_for_source():
-            if not self._staging.wait(self._next_staged, SAY_AFTER_SECONDS):
+            if not self._wait(SAY_AFTER_SECONDS):
                 logger.warning(
                     "jaxprefetch: next() has waited %.0f s for the source to make batch %d.",
                     SAY_AFTER_SECONDS,
                     number - self.first,
                 )
-                self._staging.wait(self._next_staged, None)
+                self._wait(None)
+
+    def _wait(self, timeout: float | None) -> bool:
+        """Whether the source has delivered or will never again: its thread is stopped when the interpreter exits."""
+        self._give_room()  # also what an interrupt kept from being said
+        number = self._next_staged
+        news = self._staging.wait(number, timeout)
+        if news and number not in self._items:
+            self.window.end()
+        return news
+
+    def _give_room(self) -> None:
+        self._staging.give_room(self.window.issued - self.first, self._landed)
 
     def _await_staged(self, number: int, waited: float, *, step_seen: bool) -> None:
         """Looks whether the device would go idle, else waits a little for the source."""
@@ -274,7 +289,7 @@ class Feed:
         if news:
             return
         with self.times.waiting_for_source():
-            self._staging.wait(self._next_staged, max(SHORTEST_WAIT_SECONDS, waited / 10))
+            self._wait(max(SHORTEST_WAIT_SECONDS, waited / 10))
 
     def _hand_out(self, number: int) -> Any:
         issued, window = self._issued[number], self.window

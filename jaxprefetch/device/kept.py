@@ -33,8 +33,10 @@ class KeptBatches:
         """Batch `number` is handed out; messages count from `first`, the number of the pass's batch 0."""
         self._last = number
         self._alive[number] = weakref.ref(largest, functools.partial(_forget, self._alive, number))
-        oldest = next(iter(self._alive), number)
-        if not self._said and oldest < number - 2:
+        if self._said:
+            return
+        oldest = min(list(self._alive), default=number)
+        if oldest < number - 2:
             self._said = True
             logger.warning(
                 "jaxprefetch: the loop still holds batch %d at batch %d: batches that it keeps come on top of the "

@@ -59,6 +59,7 @@ class Plan:
     leaves: tuple[LeafPlan, ...]
     cost: Cost
     most: int  # bytes on the fullest device
+    host_bytes: int  # of the leaves in `made`
     foreign: tuple[int, ...]
     made: tuple[int, ...]
     largest: int | None  # of the leaves in `made`
@@ -79,6 +80,7 @@ class Plan:
             leaves=leaves,
             cost=cost,
             most=max(cost.values(), default=0),
+            host_bytes=sum(math.prod(leaves[i].shape) * leaves[i].dtype.itemsize for i in made),
             foreign=tuple(i for i, leaf in enumerate(leaves) if leaf.foreign),
             made=made,
             largest=max(made, key=lambda i: sum(leaves[i].cost.values()), default=None),

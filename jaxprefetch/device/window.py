@@ -157,13 +157,17 @@ class Window:
 
     def restart(self) -> None:
         """A new pass over the source begins; batch numbers go on."""
-        self._legal(self.ended and not self._staged, "a pass was begun before the last one was over")
+        self._legal(
+            self.ended and not self._staged and self.issued == self.taken,
+            "a pass was begun before the last one was over",
+        )
         self.ended, self._calling = False, False
 
     def issue(self) -> int:
         """The next staged batch has been put; returns its number."""
         self._legal(self._calling and bool(self._staged), "no batch is staged")
-        self._legal(self.issued < self.taken + self.size and self._fits(), f"batch {self.issued} does not fit")
+        self._legal(self.issued < self.taken + self.size and self._fits(), "batch %d does not fit", self.issued)
+        self._legal(self._settled == self.taken, "batch %d has not been settled", self._settled)
         cost, foreign = self._staged.popleft()
         number = self.issued
         self._flight[number] = _Batch(cost, foreign)
@@ -176,13 +180,13 @@ class Window:
 
     def refuse(self) -> None:
         """The device had no memory for the next staged batch."""
-        self._legal(bool(self._staged), "no batch is staged")
+        self._legal(self._calling and bool(self._staged), "no batch is staged")
         self._refusals += 1
 
     def landed(self, number: int) -> None:
         """All of this batch has landed."""
         batch = self._flight.get(number)
-        self._legal(batch is not None, f"batch {number} is not in flight")
+        self._legal(batch is not None, "batch %d is not in flight", number)
         assert batch is not None
         batch.landed = True
         if not batch.foreign:
@@ -194,14 +198,17 @@ class Window:
 
     def proved(self, number: int) -> None:
         """A copy that was put after this batch has landed, and so have all up to this batch."""
-        self._legal(number in self._flight, f"batch {number} is not in flight")
+        self._legal(number in self._flight, "batch %d is not in flight", number)
+        proven = self._flight[number].cost.keys()
         for other, batch in self._flight.items():
-            batch.landed = batch.landed or other <= number
+            batch.landed = batch.landed or (other <= number and batch.cost.keys() <= proven)
         self._release()
 
     def settled(self, number: int, *, disposed: bool = False) -> None:
         """The consumer is past this batch: it has landed, or some of it was deleted or donated (`disposed`)."""
-        self._legal(number == self._settled < self.taken, f"batch {number} is not the next to settle")
+        self._legal(
+            self._calling and number == self._settled < self.taken, "batch %d is not the next to settle", number
+        )
         batch = self._flight[number]
         self._settled = number + 1
         batch.disposed = disposed
@@ -213,19 +220,19 @@ class Window:
 
     def fence(self, number: int) -> None:
         """A fence was dispatched behind the step of this batch."""
-        self._legal(self._fenced < number < self.taken, f"step {number} needs no fence")
+        self._legal(self._fenced < number < self._settled, "step %d needs no fence", number)
         self._fenced = number
 
     def fence_done(self, number: int) -> None:
         """That fence is done, and so are all before it."""
-        self._legal(number <= self._fenced, f"step {number} has no fence")
+        self._legal(0 <= number <= self._fenced, "step %d has no fence", number)
         self._done = max(self._done, number)
         self._release()
 
     def hand_out(self) -> int:
         """`next()` returns batch k: from here on the consumer's variable does not hold k-1 any more."""
         k = self.taken
-        self._legal(self._calling and self.issued > k and self._settled == k, f"batch {k} cannot be handed out")
+        self._legal(self._calling and self.issued > k and self._settled == k, "batch %d cannot be handed out", k)
         if self._staged and self.issued < k + self.size and self._within_count() and not self._within_bytes():
             self.cut_by_bytes += 1
         if k - 1 in self._flight:
@@ -258,7 +265,11 @@ class Window:
             return Action(Do.END if self.ended else Do.AWAIT_SOURCE, k)
         if (waiting := self._first_waiting()) is not None:
             return waiting
-        return Action(Do.ISSUE if self._refusals == 1 and self._fits() else Do.NO_ROOM, k)
+        if self._refusals != 1 or not self._fits():
+            return Action(Do.NO_ROOM, k)
+        if self._done < k - 1:  # refused: once more, when nothing runs that may hold memory
+            return Action(Do.FENCE if self._fenced < k - 1 else Do.AWAIT_FENCE, k - 1)
+        return Action(Do.ISSUE, k)
 
     def _with_batch(self, k: int) -> Action:
         """Batch k is on its way; is the next one worth waiting for?"""
@@ -294,8 +305,10 @@ class Window:
     def _within_count(self, without_waiting: bool = False) -> bool:
         held = self._flight.get(self.taken - 1)  # by the consumer, until this call returns
         limit = self.size + (not self.delete_used or (held is not None and held.foreign))
-        count = sum(not (without_waiting and batch.dropped) for batch in self._flight.values())
-        return count + 1 <= limit
+        count = len(self._flight)
+        if without_waiting:
+            count -= sum(batch.dropped for batch in self._flight.values())
+        return count < limit
 
     def _within_bytes(self, without_waiting: bool = False) -> bool:
         if self.max_bytes is None:
@@ -310,13 +323,12 @@ class Window:
         return True
 
     def _release(self) -> None:
-        for number, batch in list(self._flight.items()):
-            if batch.dropped and batch.landed and not self._fence_open(number, batch):
-                del self._flight[number]
-                self.released += 1
-                for device, n in batch.cost.items():
-                    self._bytes[device] -= n
+        done = [n for n, b in self._flight.items() if b.dropped and b.landed and not self._fence_open(n, b)]
+        for number in done:
+            self.released += 1
+            for device, n in self._flight.pop(number).cost.items():
+                self._bytes[device] -= n
 
-    def _legal(self, condition: bool, what: str) -> None:
+    def _legal(self, condition: bool, what: str, *numbers: int) -> None:
         if not condition:
-            raise RuntimeError(f"window: {what}")
+            raise RuntimeError("window: " + what % numbers)

@@ -31,6 +31,14 @@ class HasBytes(Protocol):
     def nbytes(self) -> int: ...
 
 
+Reserve = Callable[[int], None]
+"""Called with the bytes of host memory that a batch is about to take; waits until there are so many."""
+
+
+class Cancelled(Exception):
+    """The pass is over while a batch waits for host memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """The last item of a pass: the source's end, or what it (or staging) raised."""
@@ -73,7 +81,7 @@ class Pipeline:
     def __init__(
         self,
         source: Source,
-        stage: Callable[[Any, int], HasBytes | None],
+        stage: Callable[[Any, int, Reserve], HasBytes | None],
         context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.times = SourceTimes()
@@ -83,12 +91,12 @@ class Pipeline:
         self._context = context
         self._end: End | None = None
 
-    def advance(self, caught: type[BaseException] = BaseException) -> HasBytes | End:
+    def advance(self, reserve: Reserve, caught: type[BaseException] = BaseException) -> HasBytes | End:
         """The next staged batch, or the end; errors of type `caught` end the pass, others pass through."""
         while self._end is None:
             try:
                 with self._context():
-                    item = self._pull_and_stage()
+                    item = self._pull_and_stage(reserve)
             except StopIteration:
                 self._end = End()
             except caught as error:
@@ -108,7 +116,7 @@ class Pipeline:
         except Exception:
             logger.exception("jaxprefetch: closing the source's iterator %r failed", type(iterator).__name__)
 
-    def _pull_and_stage(self) -> HasBytes | None:
+    def _pull_and_stage(self, reserve: Reserve) -> HasBytes | None:
         times, start = self.times, time.perf_counter_ns()
         number = times.pulled
         times.inside = f"the source, for batch {number}"
@@ -118,15 +126,15 @@ class Pipeline:
         times.pulled, times.pull_ns = number + 1, times.pull_ns + pulled - start
         times.inside = f"staging batch {number}"
         with TraceAnnotation("jaxprefetch.stage"):
-            item = self._staged(raw, number)
+            item = self._staged(raw, number, reserve)
         times.stage_ns += time.perf_counter_ns() - pulled
         if not number:
             times.first_ns, times.passes = time.perf_counter_ns() - start, 1
         return item
 
-    def _staged(self, raw: Any, number: int) -> HasBytes | None:
+    def _staged(self, raw: Any, number: int, reserve: Reserve) -> HasBytes | None:
         try:
-            return self._stage(raw, number)
+            return self._stage(raw, number, reserve)
         except StopIteration as error:  # from a leaf or a predicate: not the source's end
             raise RuntimeError(f"Batch {number}: staging it raised StopIteration") from error
 
@@ -157,21 +165,21 @@ class Inline:
     def wait(self, number: int, timeout: float | None) -> bool:
         """Pulls and stages the next batch, however long that takes."""
         with self._inside:
-            self.items[number] = self.pipeline.advance(Exception)
+            item = self.items[number] = self.pipeline.advance(lambda nbytes: None, Exception)
+            if isinstance(item, End):
+                self.pipeline.close()
         self._close_if_cancelled()
         return True
 
-    def give_room(self, batches: int = 1, nbytes: int = 0) -> None:
+    def give_room(self, issued: int, landed: int) -> None:
         """Room is not counted."""
 
     def cancel(self) -> None:
-        """Nothing runs that could be stopped."""
-        self._cancelled = True
-
-    def close(self) -> None:
         """Closes the source: now, or when the call that is inside it returns."""
         self._cancelled = True
         self._close_if_cancelled()
+
+    close = cancel
 
     def _close_if_cancelled(self) -> None:
         if self._cancelled and self._inside.acquire(blocking=False):

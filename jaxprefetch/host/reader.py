@@ -6,11 +6,11 @@ Synopsis:
     reader.start()
     reader.wait(0, timeout=None)         # until it is there
     reader.items[0]                      # the first staged batch, or End
-    del reader.items[0]; reader.give_room()
+    del reader.items[0]; reader.give_room(issued=1, landed=0)
 
 No lock connects it with its consumer. `items` holds what is staged by number, with `End` as the last, so that "what is
 staged" and "has it ended" are one snapshot, and an interrupt that strikes after a wait loses nothing. Two queues only
-wake: `_news` the consumer, `_room` the reader, with a token for each batch that may be pulled. `SimpleQueue.put` is
+wake: `_news` the consumer, `_room` the reader, which learns what has been issued and has landed. `SimpleQueue.put` is
 reentrant, so `cancel` is safe in a finaliser that runs in the middle of anything.
 """
 
@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from jaxprefetch.host.pipeline import End, HasBytes, Pipeline
+from jaxprefetch.host.pipeline import Cancelled, End, HasBytes, Pipeline
 from jaxprefetch.host.source import closable_from_outside, close_iterator
 
 logger = logging.getLogger("jaxprefetch")
@@ -52,8 +52,8 @@ class Reader:
         self.items: dict[int, HasBytes | End] = {}  # put in by the thread, taken out by the consumer
         self._news: SimpleQueue[None] = SimpleQueue()
         self._room: SimpleQueue[tuple[int, int]] = SimpleQueue()
-        self._tokens = host_size  # the reader's own count
-        self._bytes = 0  # the reader's own count
+        self._host_size = host_size
+        self._pulled = self._issued = self._reserved = self._landed = 0  # the thread's own counts, of batches and bytes
         self._waited_for = False  # written by the consumer
         self._cancelled = False  # written once, False to True
         self._thread: threading.Thread | None = None  # made by start(): a thread refers to its reader
@@ -63,7 +63,12 @@ class Reader:
         if self._thread is None and not self._cancelled:
             self._thread = threading.Thread(target=self._run, name="jaxprefetch-reader", daemon=True)
             _live.add(self)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no more threads to be had: another call may try again
+                self._thread = None
+                _live.discard(self)
+                raise
 
     def wait(self, number: int, timeout: float | None) -> bool:
         """Whether item `number` is there within so many seconds. Blocking: that long; Ctrl-C and `cancel` get through.
@@ -81,10 +86,9 @@ class Reader:
             self._waited_for = False
         return True
 
-    def give_room(self, batches: int = 1, nbytes: int = 0) -> None:
-        """So many batches were issued, and so many bytes of host memory have landed."""
-        if batches or self._max_host_bytes is not None:
-            self._room.put((batches, nbytes))
+    def give_room(self, issued: int, landed: int) -> None:
+        """So many batches have been issued altogether, and so many bytes of host memory have landed."""
+        self._room.put((issued, landed))
 
     def cancel(self) -> None:
         """Asks the thread to stop and wakes both sides. Never blocks; safe in finalisers."""
@@ -109,8 +113,8 @@ class Reader:
             for number in itertools.count():
                 if not self._wait_for_room():
                     return
-                item = self.pipeline.advance()
-                if not isinstance(item, End) and not self._wait_for_bytes(item.nbytes):
+                item = self.pipeline.advance(self._reserve)
+                if self._cancelled:
                     return
                 self.items[number] = item
                 if self._waited_for:
@@ -123,25 +127,29 @@ class Reader:
             _live.discard(self)
 
     def _wait_for_room(self) -> bool:
-        """Takes a token; False when cancelled."""
-        while self._tokens == 0 and not self._cancelled:
+        """Takes room for one batch; False when cancelled."""
+        while self._pulled - self._issued >= self._host_size and not self._cancelled:
             self._take_room()
-        self._tokens -= 1
+        self._pulled += 1
         return not self._cancelled
 
-    def _wait_for_bytes(self, nbytes: int) -> bool:
-        """Takes host memory, when there is enough or nobody else has any; False when cancelled."""
+    def _reserve(self, nbytes: int) -> None:
+        """Takes host memory for a batch, when there is enough or nobody else has any.
+
+        Raises:
+            Cancelled: the pass is over.
+        """
         limit = self._max_host_bytes
-        while limit is not None and self._bytes and self._bytes + nbytes > limit and not self._cancelled:
+        while limit is not None and self._reserved > self._landed and self._reserved - self._landed + nbytes > limit:
+            if self._cancelled:
+                raise Cancelled
             self._take_room()
-        self._bytes += nbytes
-        return not self._cancelled
+        self._reserved += nbytes
 
     def _take_room(self) -> None:
         start, self.pipeline.times.inside = time.perf_counter_ns(), "waiting for room"
-        batches, nbytes = self._room.get()
-        self._tokens += batches
-        self._bytes -= nbytes
+        issued, landed = self._room.get()
+        self._issued, self._landed = max(self._issued, issued), max(self._landed, landed)
         self.pipeline.times.room_ns += time.perf_counter_ns() - start
 
 
@@ -170,7 +178,8 @@ def stop(readers: Sequence[Reader]) -> list[Reader]:
 def _join(threads: Mapping[Reader, threading.Thread | None], seconds: float) -> list[Reader]:
     """Waits for all of them together; returns whose still run. A thread does not wait for itself."""
     deadline = time.perf_counter() + seconds
-    running = {r: t for r, t in threads.items() if t is not None and t is not threading.current_thread()}
+    me = threading.current_thread()
+    running = {r: t for r, t in threads.items() if t is not None and t is not me and t.is_alive()}
     for thread in running.values():
         thread.join(max(0.0, deadline - time.perf_counter()))
     return [reader for reader, thread in running.items() if thread.is_alive()]
