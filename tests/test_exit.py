@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import textwrap
 
 import pytest
@@ -119,7 +120,7 @@ def test_exit_closes_a_source_that_blocks():
     returned, output, errors = run_python(script(text))
     assert returned == 0, errors
     assert_clean(errors)
-    assert output == "closed\n"
+    assert output == ("closed\n" if sys.version_info < (3, 12) else "")  # from 3.12 on exit can start no thread
 
 
 def test_next_in_a_later_exit_handler_has_an_end():

@@ -63,7 +63,7 @@ def settle(window: Window, **options) -> None:
 
 def state(window: Window) -> dict:
     """All of the window's state, as it is now."""
-    return copy.deepcopy(vars(window))
+    return copy.deepcopy(vars(window) | {"_flight": vars(window._flight)})
 
 
 # ---- settle k-1

@@ -37,10 +37,9 @@ def busy_step(length: int, place) -> Step:
     then everything that the host does besides shows.
     """
     width, rows = (8192, 32 * length) if place.devices[0].platform == "gpu" else (64, 8 * length)
-    rng = np.random.default_rng(0)
-    start, weights = rng.standard_normal((rows, width), np.float32), rng.standard_normal((width, width), np.float32)
-    start = jax.device_put(start, place.replicated).astype(jnp.bfloat16)
-    weights = jax.device_put(weights / np.sqrt(width), place.replicated).astype(jnp.bfloat16)
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=place.replicated)
+    start = draw(jax.random.key(0), (rows, width), jnp.bfloat16)
+    weights = draw(jax.random.key(1), (width, width), jnp.bfloat16) / width**0.5
 
     def step(state, batch, start, weights):
         read = sum(leaf.reshape(len(leaf), -1)[:, 0] for leaf in batch.values())

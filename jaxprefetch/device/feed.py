@@ -19,12 +19,13 @@ from typing import Any, Protocol
 import jax
 from jax.profiler import TraceAnnotation
 
+from jaxprefetch.device.actions import Do
 from jaxprefetch.device.completion import dispatch_fence, have_landed, prepare_fence, put_marker, wait_landed
 from jaxprefetch.device.context import Device
 from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.device.link import link_speed
 from jaxprefetch.device.plan import Plan
-from jaxprefetch.device.window import Do, Window
+from jaxprefetch.device.window import Window
 from jaxprefetch.statistics import LoopTimes
 
 logger = logging.getLogger("jaxprefetch")
