@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.profiler import TraceAnnotation
@@ -25,6 +24,7 @@ from jaxprefetch.device.context import Device
 from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.device.link import link_speed
 from jaxprefetch.device.plan import Plan
+from jaxprefetch.device.staged import Issued, StagedBatch, Staging
 from jaxprefetch.device.window import Window
 from jaxprefetch.statistics import LoopTimes
 
@@ -34,44 +34,6 @@ SAY_AFTER_SECONDS = 10.0
 """A wait that has lasted so long is logged, once a wait."""
 
 SHORTEST_WAIT_SECONDS = 50e-6
-
-
-class StagedBatch(Protocol):
-    """What the staging side delivers."""
-
-    @property
-    def leaves(self) -> list[Any]: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-class Staging(Protocol):
-    """The staging side as the feed sees it: batches by number, then one item with an `error` attribute."""
-
-    items: dict[int, Any]
-
-    def wait(self, number: int, timeout: float | None) -> bool: ...
-    def give_room(self, issued: int, landed: int) -> None: ...
-    def cancel(self) -> None: ...
-
-
-@dataclass(slots=True)
-class _Issued:
-    """A batch on its way or handed out; these references go when it is settled."""
-
-    plan: Plan
-    leaves: list[Any]
-    nbytes: int
-
-    @property
-    def made(self) -> list[jax.Array]:
-        return [self.leaves[i] for i in self.plan.made]
-
-    @property
-    def arrays(self) -> list[jax.Array]:
-        return [self.leaves[i] for i in (*self.plan.made, *self.plan.foreign)]
 
 
 class Feed:
@@ -89,11 +51,11 @@ class Feed:
         self.link: float | None = None  # bytes per second to a device
         self._staging: Staging
         self._items: dict[int, Any] = {}  # what is staged, by number in the pass
-        self._issued: dict[int, _Issued] = {}
+        self._issued: dict[int, Issued] = {}
         self._devices: dict[Device, None] = {}  # all that were ever used, in order
         self._fences: OrderedDict[int, Any] = OrderedDict()
         self._landed = 0  # bytes of host memory of the pass's batches that have landed
-        self._refusal: BaseException | None = None
+        self._refused_before = False  # the next batch, by the device
         self._traceback: Any = None
 
     def begin_pass(self, staging: Staging) -> None:
@@ -188,7 +150,8 @@ class Feed:
                 array.delete()
         self.window.settled(number, disposed=not landed)
         self._issued.pop(number, None)
-        self._landed += issued.nbytes
+        if number >= self.first:  # else its reader is gone
+            self._landed += issued.nbytes
 
     def _issue(self, number: int) -> None:
         staged: StagedBatch = self._items[number - self.first]
@@ -200,11 +163,11 @@ class Feed:
         except Exception as error:
             self._refused(number, error)
             return
-        self._issued[number] = _Issued(staged.plan, leaves, staged.nbytes)
+        self._issued[number] = Issued(staged.plan, leaves, staged.nbytes)
         self._devices.update(dict.fromkeys(staged.plan.cost))
         self.window.issue()
         self._items.pop(number - self.first, None)
-        self._refusal = None
+        self._refused_before = False
         self._give_room()
 
     def _prepare(self, devices: tuple[Device, ...]) -> None:
@@ -214,18 +177,19 @@ class Feed:
 
     def _refused(self, number: int, error: Exception) -> None:
         """Out of memory: once more when the batch is needed. Anything else ends the pass at this batch."""
-        if "RESOURCE_EXHAUSTED" in str(error) and self._refusal is None:
-            self._refusal = error
+        out_of_memory, batch = "RESOURCE_EXHAUSTED" in str(error), number - self.first
+        if out_of_memory and not self._refused_before:
+            self._refused_before = True
             self.window.refuse()
             return
-        if "RESOURCE_EXHAUSTED" in str(error):
+        note = f"jaxprefetch: raised when batch {batch} was put on its devices"
+        if out_of_memory:
             need, held = self.window.shortage()
-            error.add_note(
-                f"jaxprefetch: batch {number - self.first} needs {need:,} bytes on a device beside the {held:,} of "
-                "batches in flight. Take smaller batches, a smaller size=, or delete_used=True."
+            note = (
+                f"jaxprefetch: batch {batch} needs {need:,} bytes on a device beside the {held:,} of batches in "
+                "flight. Take smaller batches, a smaller size=, or delete_used=True."
             )
-        else:
-            error.add_note(f"jaxprefetch: raised when batch {number - self.first} was put on its devices")
+        error.add_note(note)
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
