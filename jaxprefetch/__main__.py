@@ -32,7 +32,10 @@ def run_demo(arguments: argparse.Namespace) -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in DEMO_NEEDS:
             raise
-        sys.exit(f'The demo needs {missing}, which is not installed: pip install "jaxprefetch[demo]"')
+        sys.exit(
+            f'The demo needs {missing}, which is not installed: pip install "jaxprefetch[demo]" '
+            '(in a clone: pip install ".[demo]")'
+        )
     demo.main()
 
 

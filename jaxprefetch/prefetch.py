@@ -75,18 +75,20 @@ def prefetch_to_device(
             `(path, leaf) -> bool`. Strings and other objects need it.
         last_batch: `"error"` refuses a batch whose rows do not divide over the devices and delivers all others.
             `"drop"` leaves out a last batch with fewer rows than batch 0. `"pad"` gives every batch the rows of batch
-            0, rounded up to the devices, and a boolean mask of the real ones: at `mask_key` of a dict batch, else the
-            batch becomes `(batch, mask)`.
+            0, rounded up to the devices and filled with zeros, and a boolean mask of the real ones: at `mask_key` of a
+            dict batch, else the batch becomes `(batch, mask)`.
         mask_key: where `"pad"` puts the mask in dict batches.
         batch_axis: the axis of rows.
         delete_used: batch k is deleted when batch k+1 is asked for: one batch of device memory less. Loops that look
             back must not use it. Arrays that the source made itself are never deleted.
         fresh_buffers: True promises that the source never writes to a leaf again, nor yields its memory twice: leaves
-            are then sent, and kept ones handed on, without a copy.
+            are then sent, and kept ones handed on, without a copy. None promises nothing.
 
     Returns:
         An iterator and context manager. Leaves are `jax.Array`; 64-bit types follow JAX's x64 setting as it is now;
         Python numbers stay weakly typed; arrays that the source made itself are passed, or moved where they must be.
+        Iterating again after the end begins a new pass, if the source is no iterator; after a `break` it goes on where
+        the loop stopped.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be. Errors of the source, and of a batch that cannot be

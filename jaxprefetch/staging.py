@@ -137,14 +137,18 @@ class Stager:
     def _compare_with_first(self, plan: Plan, number: int) -> None:
         if self._first is None:
             self._first = plan
-        if plan is self._first or self._said_shapes or plan.delivers_as(self._first):
+        if plan is self._first or self._said_shapes or (difference := plan.difference(self._first)) is None:
             return
         self._said_shapes = True
+        hint = ""
+        if self._options.last_batch == "error":
+            hint = " last_batch='drop' or 'pad' gives a short last batch the shape of the others."
         logger.warning(
             "jaxprefetch: batch %d has other shapes, dtypes or keys than batch 0, and a step is compiled anew for each "
-            "(%s). last_batch='drop' or 'pad' gives a short last batch the shape of the others.",
+            "(%s).%s",
             number,
-            plan.difference(self._first),
+            difference,
+            hint,
         )
 
     def _own(self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int) -> Staged:
@@ -190,6 +194,5 @@ def _is_under(path: str, name: str) -> bool:
 def _check_names(names: Sequence[str], paths: Sequence[str], number: int) -> None:
     for name in names:
         if not any(_is_under(path, name) for path in paths):
-            raise ValueError(
-                f"Batch {number}: keep_on_host names {name!r}, but no leaf is called so. Leaves: {', '.join(paths)}."
-            )
+            some = ", ".join(paths[:10]) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")
+            raise ValueError(f"Batch {number}: keep_on_host names {name!r}, but no leaf is called so. Leaves: {some}.")

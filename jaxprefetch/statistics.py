@@ -43,8 +43,9 @@ class PrefetchStatistics:
         elapsed_s: between hand-outs, from the second on: in the first interval the step is compiled.
         starved: hand-outs with nothing staged to fill the window.
         cut_by_max_bytes: hand-outs with less ahead than `size`, because of `max_bytes`.
-        verdict: one line: input-bound (nothing was staged at most refills), copy-bound (bytes over time are at least
-            90% of the link as measured at the start) or step-bound.
+        verdict: one line: input-bound (nothing was staged at most refills; with `host_size=0`, most of the time went
+            into the source), copy-bound (bytes over time are at least 90% of the link as measured at the start) or
+            step-bound.
     """
 
     pulled: int

@@ -4,6 +4,7 @@
     python examples/benchmarks/report.py results/1gpu results/2gpu --into README.md     # between their markers
 
 In the README the table NAME stands between `<!-- results:NAME -->` and `<!-- /results -->`; the parts are the names.
+With `results:NAME:brief` some of our own variants are left out.
 Several directories stand side by side, for example one GPU and two.
 """
 
@@ -18,7 +19,8 @@ from pathlib import Path
 
 Record = dict
 PARTS = ("link", "check", "alexnet", "memory", "inflight", "short", "sync")
-MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- results:([\w-]+)(:brief)? -->\n).*?(<!-- /results -->)", re.DOTALL)
+NOT_BRIEF = re.compile(r"size [14]|size 3, delete_used|1000 steps|flax .*, pinned")
 
 
 def main() -> int:
@@ -46,12 +48,12 @@ def filled(text: str, directories: list[Path]) -> str:
     def replace(match: re.Match) -> str:
         if match[2] not in PARTS:
             return match[0]
-        return f"{match[1]}{table(match[2], directories)}\n{match[3]}"
+        return f"{match[1]}{table(match[2], directories, brief=bool(match[3]))}\n{match[4]}"
 
     return MARKED.sub(replace, text)
 
 
-def table(part: str, directories: list[Path]) -> str:
+def table(part: str, directories: list[Path], *, brief: bool = False) -> str:
     """Returns the table of one part with what it was measured on."""
     paths = [directory / f"{part}.json" for directory in directories]
     records = [json.loads(path.read_text()) for path in paths if path.exists()]
@@ -62,7 +64,7 @@ def table(part: str, directories: list[Path]) -> str:
     lines += [f"{_gpus(r)}: **{r['status']}**: {str(r['error'])[:300]}" for r in records if r["status"] != "ok"]
     if any(case.get("pinned") is False for r in records for case in r["results"].values() if isinstance(case, dict)):
         lines.append('Host memory could not be registered with the driver: what is called "pinned" is ordinary memory.')
-    return "\n".join([_grid(part, columns), "", *dict.fromkeys(lines)])
+    return "\n".join([_grid(part, columns, brief), "", *dict.fromkeys(lines)])
 
 
 def _columns(part: str, record: Record) -> list[tuple[str, dict[str, str]]]:
@@ -117,8 +119,8 @@ def _failure(record: dict) -> str | None:
     return f"error: {error.splitlines()[0][:60]}" if error else None
 
 
-def _grid(part: str, columns: list[tuple[str, dict[str, str]]]) -> str:
-    rows = dict.fromkeys(name for _, cells in columns for name in cells)
+def _grid(part: str, columns: list[tuple[str, dict[str, str]]], brief: bool) -> str:
+    rows = dict.fromkeys(name for _, cells in columns for name in cells if not (brief and NOT_BRIEF.search(name)))
     unit = {"link": "GiB/s, all devices", "inflight": "most batches on a device"}.get(part, "")
     lines = ["| " + " | ".join([unit or part, *(heading for heading, _ in columns)]) + " |"]
     lines.append("|" + "---|" * (len(columns) + 1))

@@ -113,7 +113,8 @@ class Placement:
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"Batch {number}: sharding={self._prefix} is not a prefix of the batch {treedef} ({error}). "
-                "Pass one sharding for all leaves, or a tree with the batch's own keys."
+                "Pass one sharding for all leaves, or a tree with the batch's own keys; for several devices "
+                "NamedSharding(mesh, PartitionSpec('data'))."
             ) from None
         counts = [jax.tree_util.tree_structure(subtree).num_leaves for subtree in subtrees]
         return [target for target, n in zip(self._targets, counts, strict=True) for _ in range(n)]

@@ -92,20 +92,20 @@ class Plan:
         """The tree of shapes, dtypes and shardings that batches of this plan are delivered with."""
         return jax.tree_util.tree_unflatten(self.treedef, [leaf.spec for leaf in self.leaves])
 
-    def delivers_as(self, other: Plan) -> bool:
-        """Whether batches of both plans look the same to a compiled step."""
-        return self.treedef == other.treedef and [a.spec for a in self.leaves] == [b.spec for b in other.leaves]
+    def difference(self, other: Plan) -> str | None:
+        """What a compiled step would see as new, against batches of the other plan; None where that is nothing.
 
-    def difference(self, other: Plan) -> str:
-        """The first leaf that differs from the other plan's, with path, dtype and shape."""
-        before = {leaf.path: leaf.spec for leaf in other.leaves}
-        for leaf in self.leaves:
-            if leaf.path not in before:
-                return f"leaf {leaf.path} is new"
-            if leaf.spec != before[leaf.path]:
-                return f"leaf {leaf.path} was {_short(before[leaf.path])} and is {_short(leaf.spec)}"
-        missing = before.keys() - {leaf.path for leaf in self.leaves}
-        return f"leaf {min(missing)} is missing" if missing else "the tree is another"
+        Leaves that stay on the host are no concern of a step.
+        """
+        now = {leaf.path: leaf.spec for leaf in self.leaves if leaf.target is not None}
+        before = {leaf.path: leaf.spec for leaf in other.leaves if leaf.target is not None}
+        for path, spec in now.items():
+            if path not in before:
+                return f"leaf {path} is new"
+            if spec != before[path]:
+                return f"leaf {path} was {_short(before[path])} and is {_short(spec)}"
+        missing = before.keys() - now.keys()
+        return f"leaf {min(missing)} is missing" if missing else None
 
     def put(self, leaves: Sequence[Any]) -> list[Any]:
         """Puts one batch: a leaf list of arrays, with the leaves that stay on the host as they are.
