@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
+from collections import deque
 from typing import Any
 
 import jax
@@ -15,28 +15,33 @@ logger = logging.getLogger("jaxprefetch")
 class KeptBatches:
     """Weak references to batches that were handed out, by the largest leaf of each.
 
+    They have no callbacks: one that is written in Python would swallow a Ctrl-C that strikes while it runs.
+
     Args:
         bound: batches in flight that are counted elsewhere.
     """
 
     def __init__(self, bound: int):
         self._bound = bound
-        self._alive: dict[int, weakref.ref[Any]] = {}  # in order; each entry goes with its array
-        self._last = -1
+        self._refs: deque[tuple[int, weakref.ref[Any]]] = deque()
+        self._sweep_at = 16  # so many references, of which most may be dead
         self._said = False
 
     def __len__(self) -> int:
         """Batches before the last one that are still referred to."""
-        return len(self._alive) - (self._last in self._alive)
+        return sum(ref() is not None for _, ref in list(self._refs)[:-1])
 
     def add(self, number: int, largest: jax.Array, first: int) -> None:
         """Batch `number` is handed out; messages count from `first`, the number of the pass's batch 0."""
-        self._last = number
-        self._alive[number] = weakref.ref(largest, functools.partial(_forget, self._alive, number))
-        if self._said:
-            return
-        oldest = min(list(self._alive), default=number)
-        if oldest < number - 2:
+        refs = self._refs
+        while refs and refs[0][1]() is None:
+            refs.popleft()
+        if len(refs) >= self._sweep_at:
+            self._refs = refs = deque(entry for entry in refs if entry[1]() is not None)
+            self._sweep_at = 2 * len(refs) + 16
+        refs.append((number, weakref.ref(largest)))
+        oldest = refs[0][0]
+        if not self._said and oldest < number - 2:
             self._said = True
             logger.warning(
                 "jaxprefetch: the loop still holds batch %d at batch %d: batches that it keeps come on top of the "
@@ -45,7 +50,3 @@ class KeptBatches:
                 number - first,
                 self._bound,
             )
-
-
-def _forget(alive: dict[int, Any], number: int, _: Any) -> None:
-    alive.pop(number, None)
