@@ -242,10 +242,13 @@ class DevicePrefetcher(Generic[T]):
 
     def _give_turn(self) -> None:
         """Whoever has the turn last frees what a closed prefetcher still holds."""
-        if self._feed.closed:
-            self._end_pass()
-            self._feed.clear()
         self._turn.release()
+        if self._feed.closed and self._turn.acquire(blocking=False):  # closed by now, perhaps just before the release
+            try:
+                self._end_pass()
+                self._feed.clear()
+            finally:
+                self._turn.release()
 
     def _begin_pass(self) -> None:
         """Starts the reader where there is none; needs the turn."""

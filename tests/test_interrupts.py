@@ -7,9 +7,10 @@ import signal
 import threading
 
 import pytest
-from gated import Counted, Loader, Watch, number, numbers, refusing
+from gated import Counted, Loader, Watch, batch, number, numbers, refusing
 
 from jaxprefetch import prefetch_to_device
+from jaxprefetch.staging import Stager
 
 by_host_size = pytest.mark.parametrize("host_size", [0, 1, 4])
 
@@ -78,3 +79,37 @@ def test_interrupted_put_is_repeated(host_size, monkeypatch):
             for b in batches:
                 delivered.append(number(b))
         assert delivered + numbers(batches) == [0, 1, 2, 3]
+
+
+def test_interrupted_inline_generator_is_no_end():
+    """A generator that Ctrl-C has killed is not taken for one that has ended: the interrupt is raised again."""
+
+    def source():
+        yield batch(0)
+        signal.raise_signal(signal.SIGINT)
+        yield batch(1)
+
+    with prefetch_to_device(source(), size=1, host_size=0) as batches:
+        assert number(next(batches)) == 0
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt, match="batch 1"):
+                next(batches)
+
+
+def test_interrupted_inline_staging_loses_nothing(monkeypatch):
+    """A batch that was pulled when Ctrl-C struck its staging is staged by the next call."""
+    stage, calls = Stager.stage, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt("while staging")
+        return stage(*args)
+
+    monkeypatch.setattr(Stager, "stage", interrupted)
+    with prefetch_to_device(Loader(5), size=1, host_size=0) as batches:
+        delivered = []
+        with pytest.raises(KeyboardInterrupt, match="while staging"):
+            for b in batches:
+                delivered.append(number(b))
+        assert delivered + numbers(batches) == list(range(5))

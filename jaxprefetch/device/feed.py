@@ -2,7 +2,8 @@
 
 Synopsis:
 
-    feed = Feed(window, staging)
+    feed = Feed(window)
+    feed.begin_pass(staging)
     batch = feed.next()                # settle the last one, fill the window, decide
 
 No lock is held while JAX or the source runs: one consumer at a time has the turn, others are refused.
@@ -67,7 +68,7 @@ class Feed:
         self.times.begin_pass()
 
     def next(self) -> Any:
-        """The next batch. Blocking: for the source, for room, and until the batch before last has landed.
+        """The next batch. Blocking: for the source, for room, and until the batch handed out last has landed.
 
         Raises:
             StopIteration: the source has ended, or the feed was closed.
@@ -116,6 +117,8 @@ class Feed:
         self._items.clear()
         self._issued.clear()
         self._fences.clear()
+        if self.error is not None:
+            self.error.__traceback__ = self._traceback  # without the frames of the loop, which hold its batches
 
     # ---- facts
 
@@ -140,18 +143,26 @@ class Feed:
     # ---- actions
 
     def _settle(self, number: int) -> None:
-        issued = self._issued[number]
+        self._issued = {n: i for n, i in self._issued.items() if n >= number}  # others: an interrupt after settling
+        issued, failure = self._issued[number], None
         start = time.perf_counter_ns()
-        with TraceAnnotation("jaxprefetch.wait_landing"):
-            landed = wait_landed(issued.arrays)
+        try:
+            with TraceAnnotation("jaxprefetch.wait_landing"):
+                landed = wait_landed(issued.arrays)
+        except Exception as error:
+            error.add_note(f"jaxprefetch: raised while batch {number - self.first} was on its way to its devices")
+            landed, failure = False, error
         self.times.room_ns += time.perf_counter_ns() - start
         if self.window.delete_used:
             for array in issued.made:
                 array.delete()
         self.window.settled(number, disposed=not landed)
-        self._issued.pop(number, None)
+        del self._issued[number]
         if number >= self.first:  # else its reader is gone
             self._landed += issued.nbytes
+            self._give_room()
+        if failure is not None:
+            self._fail(failure)  # what is on its way comes first
 
     def _issue(self, number: int) -> None:
         staged: StagedBatch = self._items[number - self.first]
@@ -212,7 +223,8 @@ class Feed:
 
     def _prove_landing(self, number: int) -> None:
         """A batch put later that is still ours alone, else a marker: once it has landed, so has this one."""
-        later = [i for j, i in self._issued.items() if j >= self.window.taken and i.made and not i.plan.foreign]
+        devices = self.window.cost_of(number).keys()
+        later = [i for j, i in self._issued.items() if j >= self.window.taken and i.proves(devices)]
         with self.times.waiting_for_room("landing"):
             jax.block_until_ready(later[0].made if later else put_marker(tuple(self._devices)))
         self.window.proved(number)
@@ -258,13 +270,14 @@ class Feed:
 
     def _hand_out(self, number: int) -> Any:
         issued, window = self._issued[number], self.window
+        batch = jax.tree_util.tree_unflatten(issued.plan.treedef, issued.leaves)  # runs code of registered nodes
         starved = window.issued < number + window.size and not window.staged and not window.ended
-        window.hand_out()
         self.times.hand_out(issued.plan.most, starved=starved)
         largest = issued.plan.largest
         if not window.delete_used and largest is not None:
             self.kept.add(number, issued.leaves[largest], self.first)
-        return jax.tree_util.tree_unflatten(issued.plan.treedef, issued.leaves)
+        window.hand_out()
+        return batch
 
     def raise_end(self) -> None:
         """Raises how the pass ended: the kept error, each time with the traceback that it came with, or the end."""
@@ -281,8 +294,6 @@ class Feed:
             "max_bytes, pass delete_used=True, or take smaller batches."
         )
         self._fail(error)
-
-    # ---- small things
 
     def _ends_with(self, error: BaseException | None) -> None:
         self.error = error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 
+from jaxprefetch.device.context import Device
 from jaxprefetch.device.plan import Plan
 
 
@@ -48,3 +50,7 @@ class Issued:
     def arrays(self) -> list[jax.Array]:
         """These and the source's own."""
         return [self.leaves[i] for i in (*self.plan.made, *self.plan.foreign)]
+
+    def proves(self, devices: Set[Device]) -> bool:
+        """Whether its landing shows that what was put before on these devices has landed, too."""
+        return bool(self.plan.made) and not self.plan.foreign and self.plan.cost.keys() >= devices

@@ -107,6 +107,10 @@ class Window:
         """Batches that are not charged any more."""
         return self._flight.released
 
+    def cost_of(self, number: int) -> Cost:
+        """Bytes of a batch in flight, by device."""
+        return self._flight.batches[number].cost
+
     def shortage(self) -> tuple[int, int]:
         """(bytes that the next staged batch needs, bytes charged) on the device where they are most together."""
         cost, _ = self._staged[0]

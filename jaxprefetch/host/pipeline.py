@@ -3,13 +3,14 @@
 Synopsis:
 
     pipeline = Pipeline(Source(loader), stage)
-    item = pipeline.advance()            # a staged batch, or End
+    item = pipeline.advance(reserve)     # a staged batch, or End
     pipeline.close()
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
 import time
@@ -90,6 +91,7 @@ class Pipeline:
         self._stage = stage
         self._context = context
         self._end: End | None = None
+        self._raw: tuple[Any] | None = None  # what was pulled and is not staged
 
     def advance(self, reserve: Reserve, caught: type[BaseException] = BaseException) -> HasBytes | End:
         """The next staged batch, or the end; errors of type `caught` end the pass, others pass through."""
@@ -118,15 +120,17 @@ class Pipeline:
 
     def _pull_and_stage(self, reserve: Reserve) -> HasBytes | None:
         times, start = self.times, time.perf_counter_ns()
-        number = times.pulled
-        times.inside = f"the source, for batch {number}"
-        with TraceAnnotation("jaxprefetch.pull"):
-            raw = self._next(number)
-        pulled = time.perf_counter_ns()
-        times.pulled, times.pull_ns = number + 1, times.pull_ns + pulled - start
+        if self._raw is None:  # else an interrupt struck while it was staged
+            times.inside = f"the source, for batch {times.pulled}"
+            with TraceAnnotation("jaxprefetch.pull"):
+                self._raw = (self._next(times.pulled),)
+            times.pulled += 1
+            times.pull_ns += time.perf_counter_ns() - start
+        pulled, number = time.perf_counter_ns(), times.pulled - 1
         times.inside = f"staging batch {number}"
         with TraceAnnotation("jaxprefetch.stage"):
-            item = self._staged(raw, number, reserve)
+            item = self._staged(self._raw[0], number, reserve)
+        self._raw = None
         times.stage_ns += time.perf_counter_ns() - pulled
         if not number:
             times.first_ns, times.passes = time.perf_counter_ns() - start, 1
@@ -147,6 +151,8 @@ class Pipeline:
             raise
         except BaseException as error:
             error.add_note(f"jaxprefetch: raised by the source while it made batch {number}")
+            if inspect.isgenerator(self.iterator):
+                self._end = End(error)  # it is dead; asked again it would say that it has ended
             raise
 
 

@@ -55,6 +55,7 @@ class Reader:
         self._host_size = host_size
         self._pulled = self._issued = self._reserved = self._landed = 0  # the thread's own counts, of batches and bytes
         self._waited_for = False  # written by the consumer
+        self._told = 0  # written by the consumer: the batches issued, as last given
         self._cancelled = False  # written once, False to True
         self._thread: threading.Thread | None = None  # made by start(): a thread refers to its reader
 
@@ -88,7 +89,9 @@ class Reader:
 
     def give_room(self, issued: int, landed: int) -> None:
         """So many batches have been issued altogether, and so many bytes of host memory have landed."""
-        self._room.put((issued, landed))
+        if issued != self._told or self._max_host_bytes is not None:
+            self._told = issued
+            self._room.put((issued, landed))
 
     def cancel(self) -> None:
         """Asks the thread to stop and wakes both sides. Never blocks; safe in finalisers."""

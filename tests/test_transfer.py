@@ -1,0 +1,34 @@
+"""Both ways across the border into the runtime deliver the same."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxprefetch import prefetch_to_device
+from jaxprefetch.device import transfer
+
+
+def test_the_batched_put_is_there() -> None:
+    """Every JAX that we test has the private call; where one has not, this says so before a benchmark does."""
+    assert transfer._batched_put is not None
+
+
+@pytest.mark.parametrize("spec", [None, PartitionSpec("a"), PartitionSpec("a", "b"), PartitionSpec(None, "b")])
+@pytest.mark.parametrize("batched", [True, False])
+def test_the_public_way_delivers_the_same(spec: PartitionSpec | None, batched: bool, monkeypatch) -> None:
+    """With and without the batched put all batches have the values, sharding, commitment and dtype of the first."""
+    if not batched:
+        monkeypatch.setattr(transfer, "_batched_put", None)
+    mesh = Mesh(np.array(jax.devices())[[3, 1, 7, 0, 2, 6, 5, 4]].reshape(2, 4), ("a", "b"))
+    sharding = None if spec is None else NamedSharding(mesh, spec)
+    base = np.arange(256, dtype=np.float32).reshape(16, 16)
+    source = [base, np.asfortranarray(base), base[::-1, ::-1], base.astype(">f4"), np.broadcast_to(base[0], (16, 16))]
+    with prefetch_to_device(source, sharding=sharding) as batches:
+        first = None
+        for batch, raw in zip(batches, source, strict=True):
+            np.testing.assert_array_equal(np.asarray(batch), raw)
+            first = first or (batch.sharding, batch.committed, batch.dtype, batch.weak_type)
+            assert first == (batch.sharding, batch.committed, batch.dtype, batch.weak_type)
