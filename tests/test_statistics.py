@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxprefetch import prefetch_to_device
-from jaxprefetch.statistics import LoopTimes, verdict
+from jaxprefetch.device.times import LoopTimes
+from jaxprefetch.statistics import verdict
 
 MS = 1_000_000
 LINK = 50 * 2.0**30

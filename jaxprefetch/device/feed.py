@@ -26,8 +26,8 @@ from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.device.link import link_speed
 from jaxprefetch.device.plan import Plan
 from jaxprefetch.device.staged import Issued, StagedBatch, Staging
+from jaxprefetch.device.times import LoopTimes
 from jaxprefetch.device.window import Window
-from jaxprefetch.statistics import LoopTimes
 
 logger = logging.getLogger("jaxprefetch")
 

@@ -1,0 +1,40 @@
+"""Imports point one way: the host and the devices do not know each other, and nothing below knows what joins them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jaxprefetch
+
+HOUSE = Path(jaxprefetch.__file__).parent
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of ours that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("jaxprefetch"):
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names if alias.name.startswith("jaxprefetch"))
+    return names
+
+
+@pytest.mark.parametrize("room", ["host", "device"])
+def test_a_room_imports_only_from_itself(room: str) -> None:
+    """Files in host/ import from host/ only, files in device/ from device/ only."""
+    for path in (HOUSE / room).glob("*.py"):
+        strangers = {name for name in imported(path) if not name.startswith(f"jaxprefetch.{room}")}
+        assert not strangers, f"{path.name} imports {sorted(strangers)}"
+
+
+def test_the_window_knows_no_jax_no_thread_and_no_clock() -> None:
+    """Decisions are made from facts alone."""
+    for name in ("window", "flight", "actions"):
+        tree = ast.parse((HOUSE / "device" / f"{name}.py").read_text())
+        modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not {"jax", "threading", "time", "queue"} & {module.partition(".")[0] for module in modules}
