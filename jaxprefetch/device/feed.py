@@ -183,8 +183,9 @@ class Feed:
 
     def _prepare(self, devices: tuple[Device, ...]) -> None:
         """Once, before anything is on the devices."""
-        prepare_fence(devices)
-        self.link = link_speed(devices[0], room=self.largest) if devices else None
+        if devices:
+            prepare_fence(devices)
+            self.link = link_speed(devices[0], room=self.largest)
 
     def _refused(self, number: int, error: Exception) -> None:
         """Out of memory: once more when the batch is needed. Anything else ends the pass at this batch."""
@@ -254,8 +255,7 @@ class Feed:
     def _await_staged(self, number: int, waited: float, *, step_seen: bool) -> None:
         """Looks whether the device would go idle, else waits a little for the source."""
         news = False
-        fence = self._fences.get(number - 1)
-        if number - 1 in self._fences and (fence is None or fence.is_ready()):
+        if number - 1 in self._fences and ((fence := self._fences[number - 1]) is None or fence.is_ready()):
             self._fence_done(number - 1)
             if step_seen:
                 self.times.saw_step(time.perf_counter_ns() - self.times.last_ns)
