@@ -166,8 +166,10 @@ class DevicePrefetcher(Generic[T]):
         if not self._take_turn():
             raise StopIteration
         try:
-            if self._over or self._feed.closed:
-                return self._raise_end()
+            if self._feed.closed:
+                raise StopIteration
+            if self._over:
+                self._feed.raise_end()
             self._begin_pass()
             return self._next()
         finally:
@@ -282,11 +284,6 @@ class DevicePrefetcher(Generic[T]):
         except BaseException as error:
             self._over = error is self._feed.error
             raise
-
-    def _raise_end(self) -> T:
-        if self._feed.error is not None and not self._feed.closed:
-            self._feed.raise_end()
-        raise StopIteration
 
 
 def _cancel(readers: list[Reader | Inline]) -> None:

@@ -34,11 +34,6 @@ class Staged:
     leaves: list[Any]
     plan: Plan
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory, until it has landed."""
-        return self.plan.host_bytes
-
 
 @dataclass(frozen=True)
 class _Structure:

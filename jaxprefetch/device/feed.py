@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.profiler import TraceAnnotation
@@ -56,7 +56,6 @@ class Feed:
         self._devices: dict[Device, None] = {}  # all that were ever used, in order
         self._fences: OrderedDict[int, Any] = OrderedDict()
         self._landed = 0  # bytes of host memory of the pass's batches that have landed
-        self._refused_before = False  # the next batch, by the device
         self._traceback: Any = None
 
     def begin_pass(self, staging: Staging) -> None:
@@ -159,7 +158,7 @@ class Feed:
         self.window.settled(number, disposed=not landed)
         del self._issued[number]
         if number >= self.first:  # else its reader is gone
-            self._landed += issued.nbytes
+            self._landed += issued.plan.host_bytes
             self._give_room()
         if failure is not None:
             self._fail(failure)  # what is on its way comes first
@@ -174,11 +173,10 @@ class Feed:
         except Exception as error:
             self._refused(number, error)
             return
-        self._issued[number] = Issued(staged.plan, leaves, staged.nbytes)
+        self._issued[number] = Issued(staged.plan, leaves)
         self._devices.update(dict.fromkeys(staged.plan.cost))
         self.window.issue()
         self._items.pop(number - self.first, None)
-        self._refused_before = False
         self._give_room()
 
     def _prepare(self, devices: tuple[Device, ...]) -> None:
@@ -190,8 +188,7 @@ class Feed:
     def _refused(self, number: int, error: Exception) -> None:
         """Out of memory: once more when the batch is needed. Anything else ends the pass at this batch."""
         out_of_memory, batch = "RESOURCE_EXHAUSTED" in str(error), number - self.first
-        if out_of_memory and not self._refused_before:
-            self._refused_before = True
+        if out_of_memory and not self.window.refused:
             self.window.refuse()
             return
         note = f"jaxprefetch: raised when batch {batch} was put on its devices"
@@ -279,7 +276,7 @@ class Feed:
         window.hand_out()
         return batch
 
-    def raise_end(self) -> None:
+    def raise_end(self) -> NoReturn:
         """Raises how the pass ended: the kept error, each time with the traceback that it came with, or the end."""
         if self.error is not None:
             raise self.error.with_traceback(self._traceback)  # as it was first seen: it does not grow each time

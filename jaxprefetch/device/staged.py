@@ -19,8 +19,6 @@ class StagedBatch(Protocol):
     def leaves(self) -> list[Any]: ...
     @property
     def plan(self) -> Plan: ...
-    @property
-    def nbytes(self) -> int: ...
 
 
 class Staging(Protocol):
@@ -39,7 +37,6 @@ class Issued:
 
     plan: Plan
     leaves: list[Any]
-    nbytes: int
 
     @property
     def made(self) -> list[jax.Array]:

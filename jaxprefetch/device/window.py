@@ -83,6 +83,11 @@ class Window:
         return len(self._staged)
 
     @property
+    def refused(self) -> bool:
+        """Whether the device had no memory for the next batch."""
+        return self._refusals > 0
+
+    @property
     def in_flight(self) -> int:
         """Batches issued and not released."""
         return len(self._flight.batches)

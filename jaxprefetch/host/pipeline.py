@@ -16,20 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jax.profiler import TraceAnnotation
 
 from jaxprefetch.host.source import Source, close_iterator
 
 logger = logging.getLogger("jaxprefetch")
-
-
-class HasBytes(Protocol):
-    """What a stage function makes: anything that says how much host memory it takes."""
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 Reserve = Callable[[int], None]
@@ -82,7 +75,7 @@ class Pipeline:
     def __init__(
         self,
         source: Source,
-        stage: Callable[[Any, int, Reserve], HasBytes | None],
+        stage: Callable[[Any, int, Reserve], Any],
         context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.times = SourceTimes()
@@ -93,7 +86,7 @@ class Pipeline:
         self._end: End | None = None
         self._raw: tuple[Any] | None = None  # what was pulled and is not staged
 
-    def advance(self, reserve: Reserve, caught: type[BaseException] = BaseException) -> HasBytes | End:
+    def advance(self, reserve: Reserve, caught: type[BaseException] = BaseException) -> Any:
         """The next staged batch, or the end; errors of type `caught` end the pass, others pass through."""
         while self._end is None:
             try:
@@ -118,7 +111,7 @@ class Pipeline:
         except Exception:
             logger.exception("jaxprefetch: closing the source's iterator %r failed", type(iterator).__name__)
 
-    def _pull_and_stage(self, reserve: Reserve) -> HasBytes | None:
+    def _pull_and_stage(self, reserve: Reserve) -> Any:
         times, start = self.times, time.perf_counter_ns()
         if self._raw is None:  # else an interrupt struck while it was staged
             times.inside = f"the source, for batch {times.pulled}"
@@ -136,7 +129,7 @@ class Pipeline:
             times.first_ns, times.passes = time.perf_counter_ns() - start, 1
         return item
 
-    def _staged(self, raw: Any, number: int, reserve: Reserve) -> HasBytes | None:
+    def _staged(self, raw: Any, number: int, reserve: Reserve) -> Any:
         try:
             return self._stage(raw, number, reserve)
         except StopIteration as error:  # from a leaf or a predicate: not the source's end
@@ -161,7 +154,7 @@ class Inline:
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
-        self.items: dict[int, HasBytes | End] = {}
+        self.items: dict[int, Any] = {}
         self._cancelled = False  # written once, False to True
         self._inside = threading.Lock()  # held while the source runs; never waited for
 

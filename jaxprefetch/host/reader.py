@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from jaxprefetch.host.pipeline import Cancelled, End, HasBytes, Pipeline
+from jaxprefetch.host.pipeline import Cancelled, End, Pipeline
 from jaxprefetch.host.source import closable_from_outside, close_iterator
 
 logger = logging.getLogger("jaxprefetch")
@@ -49,7 +49,7 @@ class Reader:
     def __init__(self, pipeline: Pipeline, *, host_size: int, max_host_bytes: int | None = None):
         self.pipeline = pipeline
         self._max_host_bytes = max_host_bytes
-        self.items: dict[int, HasBytes | End] = {}  # put in by the thread, taken out by the consumer
+        self.items: dict[int, Any] = {}  # put in by the thread, taken out by the consumer
         self._news: SimpleQueue[None] = SimpleQueue()
         self._room: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._host_size = host_size
