@@ -25,10 +25,16 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("room", ["host", "device"])
 def test_a_room_imports_only_from_itself(room: str) -> None:
-    """Files in host/ import from host/ only, files in device/ from device/ only."""
+    """Files in host/ import from host/ only, files in device/ from device/ only, and all from errors.py."""
     for path in (HOUSE / room).glob("*.py"):
-        strangers = {name for name in imported(path) if not name.startswith(f"jaxprefetch.{room}")}
+        names = imported(path) - {"jaxprefetch.errors"}
+        strangers = {name for name in names if not name.startswith(f"jaxprefetch.{room}")}
         assert not strangers, f"{path.name} imports {sorted(strangers)}"
+
+
+def test_errors_imports_nothing_of_ours() -> None:
+    """What every room may import knows none of them."""
+    assert not imported(HOUSE / "errors.py")
 
 
 def test_the_window_knows_no_jax_no_thread_and_no_clock() -> None:
