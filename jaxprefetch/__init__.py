@@ -9,7 +9,8 @@ Synopsis:
             state, metrics = train_step(state, batch)
 """
 
-from jaxprefetch.prefetch import DevicePrefetcher, prefetch_to_device
+from jaxprefetch.prefetch import prefetch_to_device
+from jaxprefetch.prefetcher import DevicePrefetcher
 from jaxprefetch.statistics import PrefetchStatistics
 
 __all__ = ["DevicePrefetcher", "PrefetchStatistics", "prefetch_to_device"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 
 import jax
@@ -19,6 +20,13 @@ class DiskGone(Exception):
     """An error of the source's own."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Sealed(Exception):
+    """Refuses attributes, and so notes and tracebacks that are assigned."""
+
+    code: int
+
+
 class Stop(BaseException):
     """Not an `Exception`, like `SystemExit`."""
 
@@ -33,6 +41,28 @@ def notes(error):
 
 
 # ---- errors of the source
+
+
+@by_host_size
+def test_error_that_refuses_notes_arrives_as_it_is(host_size):
+    """A source's exception that refuses attributes (a frozen dataclass) is raised itself, each time."""
+    error = Sealed(7)
+    with prefetch_to_device(breaks_after(1, error), host_size=host_size) as batches:
+        next(batches)
+        for _ in range(2):
+            with pytest.raises(Sealed, match="7") as caught:
+                next(batches)
+            assert caught.value is error
+
+
+def test_put_error_that_refuses_notes_arrives_as_it_is(monkeypatch):
+    """The same for an exception that is raised while a batch is put."""
+    error = Sealed(8)
+    refusing(monkeypatch, 1, error, times=1)
+    with prefetch_to_device(Loader(3)) as batches:
+        delivered, raised = up_to_error(batches, Sealed, "8")
+    assert delivered == [0]
+    assert raised is error
 
 
 @by_size

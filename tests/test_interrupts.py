@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import _thread
+import inspect
 import signal
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from gated import Counted, Loader, Watch, batch, number, numbers, refusing
 
+import jaxprefetch
 from jaxprefetch import prefetch_to_device
+from jaxprefetch.host import reader
 from jaxprefetch.staging import Stager
+
+HOUSE = str(Path(jaxprefetch.__file__).parent)
 
 by_host_size = pytest.mark.parametrize("host_size", [0, 1, 4])
 
@@ -113,3 +120,77 @@ def test_interrupted_inline_staging_loses_nothing(monkeypatch):
             for b in batches:
                 delivered.append(number(b))
         assert delivered + numbers(batches) == list(range(5))
+
+
+class Strike:
+    """A Ctrl-C at the n-th place of the house where one may strike: a function begins, or a call into C returns."""
+
+    def __init__(self, at: int):
+        self.at = at
+        self.places = 0
+
+    def __call__(self, frame, event, _):
+        code = frame.f_code
+        closing = event == "call" and code.co_flags & inspect.CO_GENERATOR  # what strikes there is printed and ignored
+        if event in ("call", "c_return") and HOUSE in code.co_filename and not closing:
+            self.places += 1
+            if self.places == self.at:
+                raise KeyboardInterrupt
+
+    def take(self, batches) -> list[int]:
+        """Takes all batches, and goes on after the interrupt."""
+        taken = []
+        while True:
+            sys.setprofile(self)
+            try:
+                delivered = next(batches)
+                sys.setprofile(None)
+            except StopIteration:
+                return taken
+            except KeyboardInterrupt:
+                continue
+            finally:
+                sys.setprofile(None)
+            taken.append(number(delivered))
+
+
+@pytest.mark.parametrize("host_size", [0, 8])
+@pytest.mark.parametrize("delete_used", [False, True])
+def test_interrupt_anywhere_loses_nothing(host_size, delete_used):
+    """Wherever in `next()` Ctrl-C strikes: all batches come, once, in order, within the bounds, in both passes."""
+
+    def passes(at: int) -> int:
+        strike, loader = Strike(at), [batch(i) for i in range(4)]
+        with prefetch_to_device(loader, size=2, host_size=host_size, delete_used=delete_used) as batches:
+            batches.element_spec  # noqa: B018 -- waits for the first batch, so that runs are alike
+            assert strike.take(batches) == [0, 1, 2, 3], at
+            assert numbers(batches) == [0, 1, 2, 3], at
+            statistics = batches.statistics()
+        assert statistics.taken == statistics.issued == 8, at
+        assert statistics.peak_in_flight <= statistics.bound, at
+        return strike.places
+
+    places = passes(0)
+    for at in range(1, places + 1):
+        passes(at)
+
+
+@pytest.mark.parametrize("when", ["before the thread runs", "after"])
+def test_interrupted_start_of_the_thread_is_repeated(when, monkeypatch):
+    """A Ctrl-C while the reader's thread is started, before or after it begins to run, leaves a `next()` that works."""
+    start, struck = threading.Thread.start, []
+
+    def starting(thread):
+        if thread.name == "jaxprefetch-reader" and not struck:
+            struck.append(thread)
+            if when == "after":
+                start(thread)
+            raise KeyboardInterrupt("while starting")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    with prefetch_to_device(Loader(4)) as batches:
+        with pytest.raises(KeyboardInterrupt, match="while starting"):
+            next(batches)
+        assert numbers(batches) == [0, 1, 2, 3]
+    assert not reader._live

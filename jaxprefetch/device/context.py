@@ -10,6 +10,7 @@ Synopsis:
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,25 @@ class Context:
         stack.enter_context(jax.default_device(self.default_device))
         stack.enter_context(jax.enable_x64(self.x64))
         return stack
+
+
+class SourceContext:
+    """The settings that a source runs in: at first those of the call, then what the source has left behind.
+
+    A generator may hold `enable_x64` or `default_device` across its yields; whoever called it must not see that.
+    """
+
+    def __init__(self, first: Context):
+        self._now = first
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The source's settings inside, the caller's own again afterwards."""
+        with jax.default_device(self._now.default_device), jax.enable_x64(self._now.x64):
+            try:
+                yield
+            finally:
+                self._now = Context.current()
 
 
 def default_device() -> Device:

@@ -28,6 +28,7 @@ from jaxprefetch.device.plan import Plan
 from jaxprefetch.device.staged import Issued, StagedBatch, Staging
 from jaxprefetch.device.times import LoopTimes
 from jaxprefetch.device.window import Window
+from jaxprefetch.errors import add_note
 
 logger = logging.getLogger("jaxprefetch")
 
@@ -117,7 +118,7 @@ class Feed:
         self._issued.clear()
         self._fences.clear()
         if self.error is not None:
-            self.error.__traceback__ = self._traceback  # without the frames of the loop, which hold its batches
+            self.error.with_traceback(self._traceback)  # without the frames of the loop, which hold its batches
 
     # ---- facts
 
@@ -143,13 +144,14 @@ class Feed:
 
     def _settle(self, number: int) -> None:
         self._issued = {n: i for n, i in self._issued.items() if n >= number}  # others: an interrupt after settling
+        self._items.pop(number - self.first, None)  # or after issuing
         issued, failure = self._issued[number], None
         start = time.perf_counter_ns()
         try:
             with TraceAnnotation("jaxprefetch.wait_landing"):
                 landed = wait_landed(issued.arrays)
         except Exception as error:
-            error.add_note(f"jaxprefetch: raised while batch {number - self.first} was on its way to its devices")
+            add_note(error, f"jaxprefetch: raised while batch {number - self.first} was on its way to its devices")
             landed, failure = False, error
         self.times.room_ns += time.perf_counter_ns() - start
         if self.window.delete_used:
@@ -198,7 +200,7 @@ class Feed:
                 f"jaxprefetch: batch {batch} needs {need:,} bytes on a device beside the {held:,} of batches in "
                 "flight. Take smaller batches, a smaller size=, or delete_used=True."
             )
-        error.add_note(note)
+        add_note(error, note)
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

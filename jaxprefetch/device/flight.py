@@ -3,10 +3,9 @@
 Synopsis:
 
     flight = Flight(by_fence=False)
-    flight.add(0, InFlight({"gpu:0": 1024}))
+    flight.batches = flight.with_issued(0, InFlight({"gpu:0": 1024}))
     flight.landed(0)
-    flight.batches[0].dropped = True
-    flight.release()                    # landed, and nobody refers to it: 0 bytes are charged now
+    flight.batches = flight.without_dropped(0)      # nobody refers to it: 0 bytes are charged now
 """
 
 from __future__ import annotations
@@ -32,15 +31,16 @@ class InFlight:
 class Flight:
     """Batches in order, by number.
 
+    `batches` is replaced, never changed, by one assignment; what can be derived from it is derived. So an interrupt,
+    which strikes between calls, leaves no account half done.
+
     Args:
         by_fence: the step of a batch must be over, too, before its memory serves another.
     """
 
     def __init__(self, *, by_fence: bool):
         self.batches: dict[int, InFlight] = {}
-        self.bytes: dict[Hashable, int] = {}  # charged now
         self.done = -1  # the last step that is over
-        self.released = 0
         self.peak_batches = 0
         self.peak_bytes = 0
         self._by_fence = by_fence
@@ -48,18 +48,13 @@ class Flight:
     @property
     def most_bytes(self) -> int:
         """Bytes charged on the fullest device."""
-        return max(self.bytes.values(), default=0)
+        return max(charged(self.batches).values(), default=0)
 
-    def count(self, without_dropped: bool) -> int:
-        """Batches in flight, with or without those that only a wait keeps there."""
-        return len(self.batches) - (without_dropped and sum(batch.dropped for batch in self.batches.values()))
-
-    def charged(self, device: Hashable, without_dropped: bool) -> int:
-        """Bytes on a device, with or without those of batches that only a wait keeps in flight."""
-        n = self.bytes.get(device, 0)
-        if without_dropped:
-            n -= sum(batch.cost.get(device, 0) for batch in self.batches.values() if batch.dropped)
-        return n
+    def held(self, without_dropped: bool) -> dict[int, InFlight]:
+        """What is in flight, with or without what only a wait keeps there."""
+        if not without_dropped:
+            return self.batches
+        return {number: batch for number, batch in self.batches.items() if not batch.dropped}
 
     def needs_fence(self, batch: InFlight) -> bool:
         """Whether landing is not enough."""
@@ -69,13 +64,19 @@ class Flight:
         """Whether it needs a fence that is not done."""
         return self.done < number and self.needs_fence(batch)
 
-    def add(self, number: int, batch: InFlight) -> None:
-        """A batch was issued."""
-        self.batches[number] = batch
-        for device, n in batch.cost.items():
-            self.bytes[device] = self.bytes.get(device, 0) + n
-        self.peak_batches = max(self.peak_batches, len(self.batches))
-        self.peak_bytes = max(self.peak_bytes, self.most_bytes)
+    def with_issued(self, number: int, batch: InFlight) -> dict[int, InFlight]:
+        """`batches` with one more; counted in the peaks."""
+        batches = {**self.batches, number: batch}
+        self.peak_batches = max(self.peak_batches, len(batches))
+        self.peak_bytes = max(self.peak_bytes, *charged(batches).values(), 0)
+        return batches
+
+    def without_dropped(self, number: int) -> dict[int, InFlight]:
+        """`batches` once nobody refers to this one."""
+        batch = self.batches.get(number)
+        if batch is None or not batch.landed or self.waits_for_fence(number, batch):
+            return self.batches
+        return {other: kept for other, kept in self.batches.items() if other != number}
 
     def landed(self, number: int) -> None:
         """A batch has landed, and with it what was put before on the same devices."""
@@ -100,8 +101,17 @@ class Flight:
 
     def release(self) -> None:
         """Lets go of every batch that nothing keeps any more."""
-        free = [n for n, b in self.batches.items() if b.dropped and b.landed and not self.waits_for_fence(n, b)]
-        for number in free:
-            self.released += 1
-            for device, n in self.batches.pop(number).cost.items():
-                self.bytes[device] -= n
+        self.batches = {
+            number: batch
+            for number, batch in self.batches.items()
+            if not (batch.dropped and batch.landed) or self.waits_for_fence(number, batch)
+        }
+
+
+def charged(batches: Mapping[int, InFlight]) -> dict[Hashable, int]:
+    """Bytes of these batches on each device."""
+    total: dict[Hashable, int] = {}
+    for batch in batches.values():
+        for device, n in batch.cost.items():
+            total[device] = total.get(device, 0) + n
+    return total

@@ -26,15 +26,17 @@ A batch is charged from its issue until it is released. It is released when it h
 where memory is not handed out in compute order (`released_by="fence"`) and for a batch that the consumer deleted or
 donated, also the fence of its step has to be done. What follows: at most `size` batches in flight with `delete_used`,
 `size + 1` without, because the consumer's variable holds k-1 until `next(k)` returns.
+
+A Ctrl-C may strike in any call. So a fact is worked out first and then written by assignments with no call between
+them; told again, it changes nothing.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Literal
 
 from jaxprefetch.device.actions import Action, Do
-from jaxprefetch.device.flight import Cost, Flight, InFlight
+from jaxprefetch.device.flight import Cost, Flight, InFlight, charged
 
 
 class Window:
@@ -72,7 +74,8 @@ class Window:
         self._settled = 0  # batches below this have been settled
         self._fenced = -1  # the last step with a fence; fences finish in order
         self._refusals = 0  # times the next batch was refused by the device
-        self._staged: deque[tuple[Cost, bool]] = deque()
+        self._staged: dict[int, tuple[Cost, bool]] = {}  # by number; what has been issued since goes with the next one
+        self._next_staged = 0  # number of the next batch to stage
         self._flight = Flight(by_fence=released_by == "fence")
 
     # ---- what is so
@@ -80,7 +83,7 @@ class Window:
     @property
     def staged(self) -> int:
         """Batches that could be issued now."""
-        return len(self._staged)
+        return self._next_staged - self.issued
 
     @property
     def refused(self) -> bool:
@@ -110,7 +113,7 @@ class Window:
     @property
     def released(self) -> int:
         """Batches that are not charged any more."""
-        return self._flight.released
+        return self.issued - len(self._flight.batches)
 
     def cost_of(self, number: int) -> Cost:
         """Bytes of a batch in flight, by device."""
@@ -118,8 +121,9 @@ class Window:
 
     def shortage(self) -> tuple[int, int]:
         """(bytes that the next staged batch needs, bytes charged) on the device where they are most together."""
-        cost, _ = self._staged[0]
-        return max(((n, self._flight.bytes.get(d, 0)) for d, n in cost.items()), key=sum, default=(0, 0))
+        cost, _ = self._staged[self.issued]
+        held = charged(self._flight.batches)
+        return max(((n, held.get(device, 0)) for device, n in cost.items()), key=sum, default=(0, 0))
 
     # ---- facts
 
@@ -130,7 +134,9 @@ class Window:
     def stage(self, cost: Cost, *, foreign: bool = False) -> None:
         """One more batch can be issued."""
         self._legal(not self.ended, "a batch was staged after the end")
-        self._staged.append((cost, foreign))
+        number = self._next_staged
+        self._staged[number] = cost, foreign
+        self._next_staged = number + 1
 
     def end(self) -> None:
         """The source has ended or failed: what is staged now is all there is."""
@@ -138,31 +144,33 @@ class Window:
 
     def fail(self) -> None:
         """The next staged batch could not be issued, so nothing after it will be either."""
-        self._staged.clear()
+        self._next_staged = self.issued
         self.ended = True
 
     def restart(self) -> None:
         """A new pass over the source begins; batch numbers go on."""
         self._legal(
-            self.ended and not self._staged and self.issued == self.taken,
+            self.ended and not self.staged and self.issued == self.taken,
             "a pass was begun before the last one was over",
         )
         self.ended, self._calling = False, False
 
     def issue(self) -> int:
         """The next staged batch has been put; returns its number."""
-        self._legal(self._calling and bool(self._staged), "no batch is staged")
+        self._legal(self._calling and self.staged > 0, "no batch is staged")
         self._legal(self.issued < self.taken + self.size and self._fits(), "batch %d does not fit", self.issued)
         self._legal(self._settled == self.taken, "batch %d has not been settled", self._settled)
-        cost, foreign = self._staged.popleft()
         number = self.issued
-        self._flight.add(number, InFlight(cost, foreign))
-        self.issued, self._refusals = number + 1, 0
+        batches = self._flight.with_issued(number, InFlight(*self._staged[number]))
+        self._staged.pop(number - 1, None)
+        flight, self._refusals = self._flight, 0
+        flight.batches = batches
+        self.issued = number + 1
         return number
 
     def refuse(self) -> None:
         """The device had no memory for the next staged batch."""
-        self._legal(self._calling and bool(self._staged), "no batch is staged")
+        self._legal(self._calling and self.staged > 0, "no batch is staged")
         self._refusals += 1
 
     def landed(self, number: int) -> None:
@@ -180,14 +188,15 @@ class Window:
         self._legal(
             self._calling and number == self._settled < self.taken, "batch %d is not the next to settle", number
         )
+        batch = self._flight.batches.get(number)
+        if batch is not None:  # else it was told before
+            batch.disposed = disposed
+            batch.dropped = self.delete_used and not batch.foreign
+            if disposed:
+                self._flight.release()
+            else:
+                self._flight.landed(number)
         self._settled = number + 1
-        batch = self._flight.batches[number]
-        batch.disposed = disposed
-        batch.dropped = self.delete_used and not batch.foreign
-        if disposed:
-            self._flight.release()
-        else:
-            self._flight.landed(number)
 
     def fence(self, number: int) -> None:
         """A fence was dispatched behind the step of this batch."""
@@ -203,12 +212,16 @@ class Window:
         """`next()` returns batch k: from here on the consumer's variable does not hold k-1 any more."""
         k = self.taken
         self._legal(self._calling and self.issued > k and self._settled == k, "batch %d cannot be handed out", k)
-        if self._staged and self.issued < k + self.size and self._within_count() and not self._within_bytes():
-            self.cut_by_bytes += 1
-        self.taken, self._calling = k + 1, False
-        if k - 1 in self._flight.batches:
-            self._flight.batches[k - 1].dropped = True
-            self._flight.release()
+        short = self.staged > 0 and self.issued < k + self.size
+        cut = self.cut_by_bytes + (short and self._within_count() and not self._within_bytes())
+        flight, previous = self._flight, self._flight.batches.get(k - 1)
+        batches = flight.without_dropped(k - 1)
+        if previous is not None:
+            previous.dropped = True
+        flight.batches = batches
+        self.cut_by_bytes = cut
+        self.taken = k + 1
+        self._calling = False
         return k
 
     # ---- what to do next
@@ -223,15 +236,15 @@ class Window:
         if previous is not None and self._flight.needs_fence(previous) and self._fenced < k - 1:
             return Action(Do.FENCE, k - 1)
         if self.issued < k + self.size:
-            if self._staged and not self._refusals and self._fits():
+            if self.staged and not self._refusals and self._fits():
                 return Action(Do.ISSUE, self.issued)
-            if self._inline and not self._staged and not self.ended:
+            if self._inline and not self.staged and not self.ended:
                 return Action(Do.AWAIT_SOURCE, self.issued)
         return self._without_batch(k) if self.issued == k else self._with_batch(k)
 
     def _without_batch(self, k: int) -> Action:
         """Batch k has not been issued."""
-        if not self._staged:
+        if not self.staged:
             return Action(Do.END if self.ended else Do.AWAIT_SOURCE, k)
         if (waiting := self._first_waiting()) is not None:
             return waiting
@@ -243,10 +256,10 @@ class Window:
 
     def _with_batch(self, k: int) -> Action:
         """Batch k is on its way; is the next one worth waiting for?"""
-        complete = self.issued == k + self.size or (self.ended and not self._staged)
+        complete = self.issued == k + self.size or (self.ended and not self.staged)
         if complete or k == 0 or self._refusals or (self._flight.done >= k - 1 and self._flight.batches[k].landed):
             return Action(Do.HAND_OUT, k)
-        if not self._staged:
+        if not self.staged:
             return Action(Do.FENCE, k - 1) if self._fenced < k - 1 else Action(Do.AWAIT_STAGED, k)
         waiting = self._first_waiting()
         if waiting is not None and self._fits(without_waiting=True):
@@ -267,15 +280,16 @@ class Window:
         return self._within_count(without_waiting) and self._within_bytes(without_waiting)
 
     def _within_count(self, without_waiting: bool = False) -> bool:
-        held = self._flight.batches.get(self.taken - 1)  # by the consumer, until this call returns
-        limit = self.size + (not self.delete_used or (held is not None and held.foreign))
-        return self._flight.count(without_waiting) < limit
+        last = self._flight.batches.get(self.taken - 1)  # the consumer's, until this call returns
+        limit = self.size + (not self.delete_used or (last is not None and last.foreign))
+        return len(self._flight.held(without_waiting)) < limit
 
     def _within_bytes(self, without_waiting: bool = False) -> bool:
         if self.max_bytes is None:
             return True
-        cost, _ = self._staged[0]
-        return all(n + self._flight.charged(device, without_waiting) <= self.max_bytes for device, n in cost.items())
+        cost, _ = self._staged[self.issued]
+        held = charged(self._flight.held(without_waiting))
+        return all(n + held.get(device, 0) <= self.max_bytes for device, n in cost.items())
 
     def _legal(self, condition: bool, what: str, *numbers: int) -> None:
         if not condition:

@@ -35,7 +35,7 @@ class LastBatch:
         Raises:
             ValueError: more rows than there is room for, or a short batch that was not the last.
         """
-        if self._short is not None:
+        if self._short is not None and self._short[0] != number:  # else asked again, after an interrupt
             short, had = self._short
             raise ValueError(
                 f"Batch {short}: {had} rows where batch 0 has {self._rows}, and it is not the last: last_batch='drop' "

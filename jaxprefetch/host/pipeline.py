@@ -3,7 +3,7 @@
 Synopsis:
 
     pipeline = Pipeline(Source(loader), stage)
-    item = pipeline.advance(reserve)     # a staged batch, or End
+    item = pipeline.advance(0, reserve)  # a staged batch, or End
     pipeline.close()
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import logging
 import threading
 import time
@@ -20,10 +21,13 @@ from typing import Any
 
 from jax.profiler import TraceAnnotation
 
+from jaxprefetch.errors import add_note
 from jaxprefetch.host.source import Source, close_iterator
 
 logger = logging.getLogger("jaxprefetch")
 
+
+EnterContext = Callable[[], contextlib.AbstractContextManager[Any]]
 
 Reserve = Callable[[int], None]
 """Called with the bytes of host memory that a batch is about to take; waits until there are so many."""
@@ -76,22 +80,25 @@ class Pipeline:
         self,
         source: Source,
         stage: Callable[[Any, int, Reserve], Any],
-        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.times = SourceTimes()
         self.iterator: Iterator[Any] | None = None
         self._source = source
         self._stage = stage
-        self._context = context
         self._end: End | None = None
-        self._raw: tuple[Any] | None = None  # what was pulled and is not staged
+        self._pulls: Iterator[Any] | None = None  # what calls the iterator, in C
+        self._number = -1
+        self._raw: list[Any] = []  # batch `_number`, once it is pulled
 
-    def advance(self, reserve: Reserve, caught: type[BaseException] = BaseException) -> Any:
-        """The next staged batch, or the end; errors of type `caught` end the pass, others pass through."""
+    def advance(self, number: int, reserve: Reserve, caught: type[BaseException] = BaseException) -> Any:
+        """Batch `number`, staged, or the end; errors of type `caught` end the pass, others pass through.
+
+        Asked again for the same number, after an interrupt, it stages again what it has pulled.
+        """
         while self._end is None:
             try:
-                with self._context():
-                    item = self._pull_and_stage(reserve)
+                self._pull(number)
+                item = self._stage_pulled(number, reserve)
             except StopIteration:
                 self._end = End()
             except caught as error:
@@ -99,61 +106,86 @@ class Pipeline:
             else:
                 if item is not None:
                     return item
+                number += 1  # that one is left out if it was the last
         return self._end
+
+    def forget(self) -> None:
+        """The batch staged last is in safe hands."""
+        self._raw.clear()
 
     def close(self) -> None:
         """Closes the iterator; what that raises is logged, for the pass is over."""
-        iterator, self.iterator = self.iterator, None
-        self._end = self._end or End()
+        self.times.inside = "closing the source"
+        iterator = self.take_iterator()
         try:
-            with self._context():
-                close_iterator(iterator)
+            close_iterator(iterator)
         except Exception:
             logger.exception("jaxprefetch: closing the source's iterator %r failed", type(iterator).__name__)
 
-    def _pull_and_stage(self, reserve: Reserve) -> Any:
+    def take_iterator(self) -> Iterator[Any] | None:
+        """The iterator, which whoever takes it closes; nothing is pulled from now on."""
+        self._end = self._end or End()
+        iterator, self.iterator, self._pulls = self.iterator, None, None
+        return iterator
+
+    def _pull(self, number: int) -> None:
+        if self._number != number:
+            self._raw.clear()
+            self._number = number
+        if self._raw:  # an interrupt struck while it was staged
+            return
         times, start = self.times, time.perf_counter_ns()
-        if self._raw is None:  # else an interrupt struck while it was staged
-            times.inside = f"the source, for batch {times.pulled}"
-            with TraceAnnotation("jaxprefetch.pull"):
-                self._raw = (self._next(times.pulled),)
-            times.pulled += 1
-            times.pull_ns += time.perf_counter_ns() - start
-        pulled, number = time.perf_counter_ns(), times.pulled - 1
-        times.inside = f"staging batch {number}"
-        with TraceAnnotation("jaxprefetch.stage"):
-            item = self._staged(self._raw[0], number, reserve)
-        self._raw = None
-        times.stage_ns += time.perf_counter_ns() - pulled
+        times.inside = f"the source, for batch {number}"
+        with TraceAnnotation("jaxprefetch.pull"):
+            self._next(number)
+        took = time.perf_counter_ns() - start
+        times.pulled = number + 1
+        times.pull_ns += took
         if not number:
-            times.first_ns, times.passes = time.perf_counter_ns() - start, 1
-        return item
+            times.first_ns, times.passes = took, 1
 
-    def _staged(self, raw: Any, number: int, reserve: Reserve) -> Any:
+    def _next(self, number: int) -> None:
+        """Pulls into `_raw` in one call of C's: no interrupt comes between the source's return and that."""
         try:
-            return self._stage(raw, number, reserve)
-        except StopIteration as error:  # from a leaf or a predicate: not the source's end
-            raise RuntimeError(f"Batch {number}: staging it raised StopIteration") from error
-
-    def _next(self, number: int) -> Any:
-        try:
-            if self.iterator is None:
-                self.iterator = self._source.open()
-            return next(self.iterator)
-        except StopIteration:
-            raise
+            if self._pulls is None:
+                if self.iterator is None:
+                    self.iterator = self._source.open()
+                self._pulls = itertools.starmap(next, itertools.repeat((self.iterator,)))
+            self._raw.extend(itertools.islice(self._pulls, 1))
         except BaseException as error:
-            error.add_note(f"jaxprefetch: raised by the source while it made batch {number}")
+            add_note(error, f"jaxprefetch: raised by the source while it made batch {number}")
             if inspect.isgenerator(self.iterator):
                 self._end = End(error)  # it is dead; asked again it would say that it has ended
             raise
+        if not self._raw:
+            raise StopIteration
+
+    def _stage_pulled(self, number: int, reserve: Reserve) -> Any:
+        times, start = self.times, time.perf_counter_ns()
+        times.inside = f"staging batch {number}"
+        try:
+            with TraceAnnotation("jaxprefetch.stage"):
+                item = self._stage(self._raw[0], number, reserve)
+        except StopIteration as error:  # from a leaf or a predicate: not the source's end
+            raise RuntimeError(f"Batch {number}: staging it raised StopIteration") from error
+        took = time.perf_counter_ns() - start
+        times.stage_ns += took
+        if not number:
+            times.first_ns += took
+        return item
 
 
 class Inline:
-    """No thread: every `wait` pulls and stages on the caller's thread."""
+    """No thread: every `wait` pulls and stages on the caller's thread.
 
-    def __init__(self, pipeline: Pipeline):
+    Args:
+        pipeline: what to run.
+        context: entered around each call of the source.
+    """
+
+    def __init__(self, pipeline: Pipeline, context: EnterContext = contextlib.nullcontext):
         self.pipeline = pipeline
+        self._context = context
         self.items: dict[int, Any] = {}
         self._cancelled = False  # written once, False to True
         self._inside = threading.Lock()  # held while the source runs; never waited for
@@ -164,9 +196,12 @@ class Inline:
     def wait(self, number: int, timeout: float | None) -> bool:
         """Pulls and stages the next batch, however long that takes."""
         with self._inside:
-            item = self.items[number] = self.pipeline.advance(lambda nbytes: None, Exception)
-            if isinstance(item, End):
-                self.pipeline.close()
+            if not self._cancelled:
+                with self._context():
+                    item = self.items[number] = self.pipeline.advance(number, lambda nbytes: None, Exception)
+                    self.pipeline.forget()
+                    if isinstance(item, End):
+                        self.pipeline.close()
         self._close_if_cancelled()
         return True
 
@@ -181,8 +216,6 @@ class Inline:
     close = cancel
 
     def _close_if_cancelled(self) -> None:
-        if self._cancelled and self._inside.acquire(blocking=False):
-            try:
+        if self._cancelled and not self._inside.locked():  # who takes it from now on sees that it is cancelled
+            with self._inside, self._context():
                 self.pipeline.close()
-            finally:
-                self._inside.release()

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from jaxprefetch.host.pipeline import Cancelled, End, Pipeline
+from jaxprefetch.host.pipeline import Cancelled, End, EnterContext, Pipeline
 from jaxprefetch.host.source import closable_from_outside, close_iterator
 
 logger = logging.getLogger("jaxprefetch")
@@ -41,13 +41,22 @@ class Reader:
     Args:
         pipeline: what to run; only this thread touches it from `start()` on.
         host_size: batches that may be pulled and not yet issued.
+        context: entered once, around all that the thread does.
         max_host_bytes: host memory of staged batches, until they have landed; one batch is always let through.
 
     Thread safety: `wait`, `give_room` for one consumer; `cancel`, `close` for any thread at any time.
     """
 
-    def __init__(self, pipeline: Pipeline, *, host_size: int, max_host_bytes: int | None = None):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        host_size: int,
+        context: EnterContext = contextlib.nullcontext,
+        max_host_bytes: int | None = None,
+    ):
         self.pipeline = pipeline
+        self._context = context
         self._max_host_bytes = max_host_bytes
         self.items: dict[int, Any] = {}  # put in by the thread, taken out by the consumer
         self._news: SimpleQueue[None] = SimpleQueue()
@@ -58,18 +67,19 @@ class Reader:
         self._told = 0  # written by the consumer: the batches issued, as last given
         self._cancelled = False  # written once, False to True
         self._thread: threading.Thread | None = None  # made by start(): a thread refers to its reader
+        self._runs: dict[str, threading.Thread] = {}  # "thread": the one that got to run; written with setdefault
 
     def start(self) -> None:
         """Starts the thread, once."""
         if self._thread is None and not self._cancelled:
-            self._thread = threading.Thread(target=self._run, name="jaxprefetch-reader", daemon=True)
+            thread = threading.Thread(target=self._run, name="jaxprefetch-reader", daemon=True)
             _live.add(self)
             try:
-                self._thread.start()
-            except RuntimeError:  # no more threads to be had: another call may try again
-                self._thread = None
-                _live.discard(self)
-                raise
+                thread.start()
+                self._thread = thread
+            finally:  # no more threads to be had, or Ctrl-C, before or after it began to run: another call tries again
+                if self._thread is None:
+                    _live.discard(self)
 
     def wait(self, number: int, timeout: float | None) -> bool:
         """Whether item `number` is there within so many seconds. Blocking: that long; Ctrl-C and `cancel` get through.
@@ -105,21 +115,27 @@ class Reader:
             self.cancel()
             self.pipeline.close()
             return
-        for stuck in stop([self]):
-            logger.warning(
-                "jaxprefetch: the reader is stuck in %s and is left behind; it closes the source when it wakes.",
-                stuck.pipeline.times.inside,
-            )
+        stop([self], logging.WARNING)
 
     def _run(self) -> None:
+        me = threading.current_thread()
+        if self._runs.setdefault("thread", me) is not me:
+            return  # started by a call that was interrupted, and again by the next one
+        self._thread = me
+        _live.add(self)
+        with self._context():
+            self._pull_all()
+
+    def _pull_all(self) -> None:
         try:
             for number in itertools.count():
                 if not self._wait_for_room():
                     return
-                item = self.pipeline.advance(self._reserve)
+                item = self.pipeline.advance(number, self._reserve)
                 if self._cancelled:
                     return
                 self.items[number] = item
+                self.pipeline.forget()
                 if self._waited_for:
                     self._news.put(None)
                 if isinstance(item, End):
@@ -156,8 +172,8 @@ class Reader:
         self.pipeline.times.room_ns += time.perf_counter_ns() - start
 
 
-def stop(readers: Sequence[Reader]) -> list[Reader]:
-    """Stops readers, all within `CLOSE_SECONDS`; returns those that are stuck in their sources.
+def stop(readers: Sequence[Reader], level: int) -> None:
+    """Stops readers, all within `CLOSE_SECONDS`; those that are stuck in their sources are left behind, and logged.
 
     1. cancel them, and give them a moment: each closes its iterator itself.
     2. still inside the source: close the iterator from outside, unless it is a generator, which would refuse.
@@ -168,14 +184,18 @@ def stop(readers: Sequence[Reader]) -> list[Reader]:
     stuck = _join(threads, CLOSE_SECONDS / 2)
     closers = {}
     for reader in stuck:
-        iterator = reader.pipeline.iterator
-        if closable_from_outside(iterator):
-            closer = threading.Thread(target=_close_quietly, args=(iterator,), name="jaxprefetch-closer", daemon=True)
+        if closable_from_outside(reader.pipeline.iterator):
+            closer = threading.Thread(target=_close_quietly, args=(reader,), name="jaxprefetch-closer", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter shuts down
                 closer.start()
                 closers[reader] = closer
     _join(closers, CLOSE_SECONDS / 4)
-    return _join({reader: threads[reader] for reader in stuck}, CLOSE_SECONDS / 4)
+    for reader in _join({reader: threads[reader] for reader in stuck}, CLOSE_SECONDS / 4):
+        logger.log(
+            level,
+            "jaxprefetch: the reader is stuck in %s and is left behind; it closes the source when it wakes.",
+            reader.pipeline.times.inside,
+        )
 
 
 def _join(threads: Mapping[Reader, threading.Thread | None], seconds: float) -> list[Reader]:
@@ -188,13 +208,13 @@ def _join(threads: Mapping[Reader, threading.Thread | None], seconds: float) -> 
     return [reader for reader, thread in running.items() if thread.is_alive()]
 
 
-def _close_quietly(iterator: Any) -> None:
+def _close_quietly(reader: Reader) -> None:
     with contextlib.suppress(Exception):
-        close_iterator(iterator)
+        close_iterator(reader.pipeline.take_iterator())
 
 
 _live: set[Reader] = set()  # readers whose thread runs; each takes itself out
 
 # A daemon thread that is inside JAX when the interpreter goes away would abort the process. Registered after JAX's own
-# handler, so called before it.
-atexit.register(lambda: stop(list(_live)))
+# handler, so called before it. Who reads the log of a process that ends well wants no warning about its threads.
+atexit.register(lambda: stop(list(_live), logging.INFO))

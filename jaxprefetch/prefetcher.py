@@ -1,0 +1,241 @@
+"""The iterator that `prefetch_to_device` returns: passes, turns, and who closes what.
+
+Synopsis:
+
+    with DevicePrefetcher(source, stager, window, placement, host_size=4, max_host_bytes=None) as batches:
+        batch = next(batches)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from jaxprefetch.device.completion import memory_in_compute_order
+from jaxprefetch.device.context import SourceContext
+from jaxprefetch.device.feed import Feed
+from jaxprefetch.device.placement import Placement
+from jaxprefetch.device.window import Window
+from jaxprefetch.host.pipeline import Inline, Pipeline, SourceTimes
+from jaxprefetch.host.reader import Reader
+from jaxprefetch.host.source import Source
+from jaxprefetch.staging import Stager
+from jaxprefetch.statistics import PrefetchStatistics, snapshot
+
+logger = logging.getLogger("jaxprefetch")
+T = TypeVar("T")
+_NOTHING = object()
+
+
+class DevicePrefetcher(Generic[T]):
+    """What `prefetch_to_device` returns: an iterator of batches on their devices, and a context manager.
+
+    `iter()` in the middle of a pass continues it; after the end it begins a new pass if the source can be iterated
+    again. After an error, and after the end until `iter()`, `next()` raises the same again.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        stager: Stager,
+        window: Callable[..., Window],
+        placement: Placement,
+        *,
+        host_size: int,
+        max_host_bytes: int | None,
+    ):
+        self._source = source
+        self._stager = stager
+        self._host_size = host_size
+        self._max_host_bytes = max_host_bytes
+        self._context = placement.context
+        released_by = "landing" if memory_in_compute_order(placement.devices) else "fence"
+        self._feed = Feed(window(released_by=released_by, inline=host_size == 0))
+        self._readers: list[Reader | Inline] = []  # the current one, if any; shared with the finaliser
+        self._past, self._times = SourceTimes(), SourceTimes()  # of passes that are over, of the last one
+        self._over = False  # the current pass has ended
+        self._said_spent = False
+        self._turn = threading.Lock()  # held by the thread inside next()
+        self._undelivered: Any = _NOTHING  # handed out by the feed, and kept from the loop by a Ctrl-C
+        weakref.finalize(self, _cancel, self._readers).atexit = False
+
+    def __iter__(self) -> Iterator[T]:
+        """Itself: in the middle of a pass it goes on, after the end it begins a new one if the source allows.
+
+        Raises:
+            ValueError: the prefetcher is closed.
+            Exception: the error with which the pass has ended.
+        """
+        if self._feed.closed:
+            raise ValueError("This prefetcher is closed. Make a new one to iterate again.")
+        if self._over:
+            if self._feed.error is not None:
+                self._feed.raise_end()
+            if self._source.reiterable:
+                self._end_pass()
+                self._over = False
+            elif not self._said_spent:
+                self._said_spent = True
+                logger.warning(
+                    "jaxprefetch: the source was an iterator and is spent, so this pass is empty. "
+                    "Pass an iterable (a list, a loader) to go through it again."
+                )
+        return self
+
+    def __next__(self) -> T:
+        """The next batch, on its devices.
+
+        Blocking: until it is staged, until there is room for it, and until the batch handed out last has landed.
+
+        Raises:
+            StopIteration: the source has ended, or the prefetcher was closed.
+            Exception: what the source, or staging or putting this batch, raised; the same again at every later call.
+            RuntimeError: another thread is inside `next()`.
+        """
+        batch: Any = _NOTHING
+        try:
+            if not self._is_free():
+                raise StopIteration
+            with self._turn:
+                batch = self._next()
+            self._clear_if_closed()
+            self._undelivered = _NOTHING
+            return batch
+        except BaseException:
+            if batch is not _NOTHING:  # a Ctrl-C struck after the hand-out
+                self._undelivered = batch
+            self._clear_if_closed()
+            raise
+
+    def __enter__(self) -> DevicePrefetcher[T]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def start_prefetch(self) -> None:
+        """Starts the thread that pulls and stages, as the first `next()` would. Does not wait for it.
+
+        Raises:
+            RuntimeError: no thread can be had; another call tries again.
+        """
+        if not self._turn.locked():  # else a next() runs, which has done so
+            with self._turn:
+                self._begin_pass()
+        self._clear_if_closed()
+
+    @property
+    def element_spec(self) -> Any:
+        """The tree of `jax.ShapeDtypeStruct` (global shapes, shardings) of the first batch.
+
+        Leaves kept on the host that are no arrays of numbers show their type. Blocking: for the first batch.
+
+        Raises:
+            ValueError: there is no first batch: the source is empty, or the prefetcher was closed before.
+            Exception: what the source, or staging, raised instead of it.
+        """
+        if self._stager.element_spec is None and self._is_free():
+            with self._turn:
+                self._begin_pass()
+                self._feed.peek()
+        self._clear_if_closed()
+        if self._stager.element_spec is not None:
+            return self._stager.element_spec
+        if self._feed.error is not None:
+            self._feed.raise_end()
+        why = "the prefetcher is closed" if self._feed.closed else "the source is empty"
+        raise ValueError(f"element_spec: {why}, so there is no first batch to tell it from.")
+
+    def close(self) -> None:
+        """Ends the pass for good and frees what was not handed out; the batch in the loop's hands stays alive.
+
+        Blocking: about a second at most, for a reader that is inside the source; it is then left behind, which is
+        logged, and closes the source when it wakes.
+
+        Thread safety: any thread, any number of times. A `next()` that waits elsewhere ends with `StopIteration`.
+        """
+        self._feed.closed = True
+        self._end_pass()
+        self._clear_if_closed()
+
+    def statistics(self) -> PrefetchStatistics:
+        """Counts, bytes and waits so far, and what the loop is bound by. Never blocks."""
+        return snapshot(self._feed, self._past.plus(self._times), inline=not self._host_size)
+
+    # ---- one pass
+
+    def _is_free(self) -> bool:
+        """Whether this thread may take the turn, which is taken by `with` only: that a Ctrl-C cannot tear apart.
+
+        False when the prefetcher is closed just now. Another thread that is quicker has to be waited for.
+        """
+        if not self._turn.locked():
+            return True
+        if self._feed.closed:
+            return False
+        raise RuntimeError(
+            "next() was called while another call of it runs: one thread at a time may take batches. "
+            "Take them in one thread and hand them on."
+        )
+
+    def _clear_if_closed(self) -> None:
+        """Frees what a closed prefetcher still holds: whoever has the turn last, or closes when nobody has it."""
+        if self._feed.closed and not self._turn.locked():
+            with self._turn:
+                self._end_pass()
+                self._feed.clear()
+                self._undelivered = _NOTHING
+
+    def _begin_pass(self) -> None:
+        """Starts the reader where there is none; needs the turn."""
+        for reader in self._readers:
+            reader.start()  # nothing, unless a thread could not be had before
+        if self._readers or self._over or self._feed.closed:
+            return
+        self._stager.begin_pass()
+        pipeline = Pipeline(self._source, self._stager.stage)
+        context = SourceContext(self._context).entered
+        if self._host_size:
+            reader = Reader(pipeline, context=context, host_size=self._host_size, max_host_bytes=self._max_host_bytes)
+        else:
+            reader = Inline(pipeline, context)
+        self._past, self._times = self._past.plus(self._times), pipeline.times
+        self._feed.begin_pass(reader)
+        self._readers.append(reader)
+        if self._feed.closed:  # by another thread meanwhile
+            self._end_pass()
+        reader.start()
+
+    def _end_pass(self) -> None:
+        _cancel(self._readers)  # whatever strikes before it is closed, it ends
+        with contextlib.suppress(IndexError):  # there is none, or another thread ends it
+            self._readers.pop().close()
+
+    def _next(self) -> T:
+        """The batch, or the end; needs the turn."""
+        if self._feed.closed:
+            raise StopIteration
+        if self._undelivered is not _NOTHING:
+            return self._undelivered
+        if self._over:
+            self._feed.raise_end()
+        self._begin_pass()
+        try:
+            return self._feed.next()
+        except StopIteration:
+            self._over = True
+            raise
+        except BaseException as error:
+            self._over = error is self._feed.error
+            raise
+
+
+def _cancel(readers: list[Reader | Inline]) -> None:
+    """The prefetcher was dropped: its thread stops by itself and closes the source."""
+    for reader in list(readers):
+        reader.cancel()
