@@ -11,8 +11,21 @@ from __future__ import annotations
 
 import contextlib
 
+KEEP = "Name it in keep_on_host to receive it as it is, or leave it out of the batch."
+"""The cure for a leaf that cannot go to a device."""
 
-def add_note(error: BaseException, text: str) -> None:
-    """Adds a note; an exception that refuses one (a frozen dataclass does) stays as it is instead of being replaced."""
+
+def add_note(error: BaseException, text: str, *, unless: str | None = None) -> None:
+    """Adds a note; an exception that refuses one (a frozen dataclass does) stays as it is instead of being replaced.
+
+    Args:
+        unless: the message begins with this: it says by itself what the note would.
+    """
     with contextlib.suppress(Exception):
-        error.add_note(text)
+        if unless is None or not str(error).startswith(unless):
+            error.add_note(text)
+
+
+def deleted(where: str) -> ValueError:
+    """The error for an array of the source's own that is dead."""
+    return ValueError(f"{where}: the source has deleted or donated this jax.Array. Yield arrays that are alive.")

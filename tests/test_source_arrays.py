@@ -8,6 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from gated import Watch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxprefetch import prefetch_to_device
@@ -101,6 +102,26 @@ def test_deleted_arrays_are_refused(delete: str) -> None:
         next(batches)
         with pytest.raises(ValueError, match=r"Batch 1, leaf x: the source has deleted or donated this jax\.Array"):
             next(batches)
+
+
+@pytest.mark.parametrize("sharding", [None, "device", "split"])
+@pytest.mark.parametrize("delete", ["delete", "donate"])
+def test_arrays_deleted_while_they_wait_are_refused(delete: str, sharding: str | None, monkeypatch: Any) -> None:
+    """A jax.Array that dies between staging and the put is an error in the place of its batch, not a dead batch."""
+    target = {None: None, "device": jax.devices()[5], "split": named("data")}[sharding]
+    watch = Watch(monkeypatch)
+    made = [jax.device_put(X + number) for number in range(4)]
+    with prefetch_to_device([{"a": {"x": array}} for array in made], 1, sharding=target) as batches:
+        batches.start_prefetch()
+        watch.wait_reader_idle()
+        made[2].delete() if delete == "delete" else jax.jit(lambda x: x + 1, donate_argnums=0)(made[2])
+        for number in range(2):
+            np.testing.assert_array_equal(np.asarray(next(batches)["a"]["x"]), X + number)
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=r"(?s)^Leaf a/x: the source has deleted or donated .*\bbatch 2 was put"
+            ):
+                next(batches)
 
 
 # ---- leaves that are refused

@@ -23,10 +23,9 @@ from jax.sharding import Sharding
 from jaxprefetch.device.context import Context, Device
 from jaxprefetch.device.placement import Target, local_devices
 from jaxprefetch.device.transfer import Transfer
+from jaxprefetch.errors import KEEP, add_note, deleted
 
 Cost = dict[Device, int]
-
-_KEEP = "Name it in keep_on_host to receive it as it is, or leave it out of the batch."
 
 _STANDARD = {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 _STANDARD |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
@@ -90,7 +89,13 @@ class Plan:
     @property
     def element_spec(self) -> Any:
         """The tree of shapes, dtypes and shardings that batches of this plan are delivered with."""
-        return jax.tree_util.tree_unflatten(self.treedef, [leaf.spec for leaf in self.leaves])
+        try:
+            return jax.tree_util.tree_unflatten(self.treedef, [leaf.spec for leaf in self.leaves])
+        except Exception as error:  # a node that checks its fields, as it would under jax.eval_shape
+            add_note(
+                error, "jaxprefetch: raised by a node of the batch when element_spec gave it shapes for its leaves"
+            )
+            raise
 
     def difference(self, other: Plan) -> str | None:
         """What a compiled step would see as new, against batches of the other plan; None where that is nothing.
@@ -111,8 +116,22 @@ class Plan:
         """Puts one batch: a leaf list of arrays, with the leaves that stay on the host as they are.
 
         Blocking: only for the allocation of device memory; the copies are queued.
+
+        Raises:
+            ValueError: the source has deleted or donated an array since it was staged.
         """
+        self.check_alive(leaves)
         return self.transfer.put(leaves)
+
+    def check_alive(self, leaves: Sequence[Any]) -> None:
+        """Whether the source's own arrays are alive: passed ones are its own still, moved ones may share their buffers.
+
+        Raises:
+            ValueError: one is not; names the leaf.
+        """
+        for i in self.foreign:
+            if leaves[i].is_deleted():
+                raise deleted(f"Leaf {self.leaves[i].path}")
 
 
 def plan_leaf(path: str, target: Target | None, leaf: Any, *, number: int, batch_axis: int, x64: bool) -> LeafPlan:
@@ -196,6 +215,8 @@ def _host_spec(leaf: Any) -> Any:
 @functools.cache
 def _device_dtype(dtype: np.dtype, x64: bool) -> np.dtype:
     native = dtype if dtype.isnative else dtype.newbyteorder("=")
+    if native == jax.dtypes.float0:
+        raise TypeError  # JAX would pass it through as it is
     if native.name not in _STANDARD:
         jax.device_put(np.zeros((), native))  # ml_dtypes: some JAX takes, which depends on its version
     return native if x64 else np.dtype(_NARROW.get(native.name, native))
@@ -210,4 +231,4 @@ def device_dtype(dtype: np.dtype, x64: bool, where: str) -> np.dtype:
     try:
         return _device_dtype(dtype, x64)
     except (TypeError, ValueError, jax.errors.JaxRuntimeError):
-        raise TypeError(f"{where}: arrays of dtype {dtype} cannot go to a device. {_KEEP}") from None
+        raise TypeError(f"{where}: arrays of dtype {dtype} cannot go to a device. {KEEP}") from None

@@ -80,7 +80,7 @@ class Transfer:
 
         Blocking: only for the allocation of device memory; the copies are queued.
         """
-        with self._context.entered():
+        with self._context.entered(), np.errstate(all="ignore"):  # numbers that are too large become infinite
             if self._templates is not None and _batched_put is not None:
                 return self._put_fast(leaves, self._templates, *_batched_put)
             out = self._put_public(leaves, self._loose, self._placed, self._shardings)
