@@ -2,14 +2,15 @@
 
 Synopsis:
 
-    layout = Layout(treedef, paths, targets, kept, leaves, options)
+    layout = Layout(structure, kept, batch, leaves, options, number=0)
     rows = layout.rows(leaves)
     plan, order = layout.plan(leaves, deliver=rows, number=0, context=context)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,19 @@ class StagingOptions:
 
     keep_on_host: KeepOnHost = None
     last_batch: Mode = "error"
-    mask_key: str = "mask"
+    mask_key: Hashable = "mask"
     batch_axis: int = 0
     fresh_buffers: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What is so for every batch of one tree structure; each of these equals itself only."""
+
+    treedef: Any
+    paths: tuple[str, ...]
+    targets: tuple[Target, ...]
+    named: tuple[bool, ...]  # by keep_on_host, as far as that gives names
 
 
 class Layout:
@@ -45,21 +56,23 @@ class Layout:
 
     def __init__(
         self,
-        treedef: Any,
-        paths: tuple[str, ...],
-        targets: Sequence[Target],
+        structure: Structure,
         kept: tuple[bool, ...],
+        batch: Any,
         leaves: Sequence[Any],
         options: StagingOptions,
+        number: int,
     ):
-        self._treedef, self._paths, self._targets, self._kept = treedef, paths, tuple(targets), kept
-        self._options = options
+        self._paths, self._targets, self._kept, self._options = structure.paths, structure.targets, kept, options
+        self._treedef, self._order = structure.treedef, tuple(range(len(leaves)))
         self._rows_leaf = self._find_rows(leaves)
-        self._plans: dict[int | None, tuple[Plan, tuple[int, ...]]] = {}  # by rows delivered
+        self._plan: tuple[int | None, Plan] | None = None  # the last one, with its rows: a pass has one number of them
         self.shards = 1
         if self._rows_leaf is not None:
             ndim = np.ndim(leaves[self._rows_leaf])
             self.shards = self._targets[self._rows_leaf].local_shards(ndim)[options.batch_axis]
+            if options.last_batch == "pad":
+                self._treedef, self._order = _with_mask(batch, structure.treedef, options.mask_key, number)
 
     def rows(self, leaves: Sequence[Any]) -> int | None:
         """The batch's rows; None when no leaf tells."""
@@ -71,10 +84,9 @@ class Layout:
         self, leaves: Sequence[Any], *, deliver: int | None, number: int, context: Context
     ) -> tuple[Plan, tuple[int, ...]]:
         """The plan to deliver so many rows, and where each of its leaves is in the batch (one past the last: mask)."""
-        found = self._plans.get(deliver)
-        if found is None:
-            found = self._plans[deliver] = self._make_plan(leaves, deliver, number, context)
-        return found
+        if self._plan is None or self._plan[0] != deliver:
+            self._plan = deliver, self._make_plan(leaves, deliver, number, context)
+        return self._plan[1], self._order
 
     def _find_rows(self, leaves: Sequence[Any]) -> int | None:
         """The first leaf whose sharding splits the batch axis; to drop or pad, else the first that has the axis."""
@@ -85,23 +97,19 @@ class Layout:
             split = split or having
         return split[0] if split else None
 
-    def _make_plan(
-        self, leaves: Sequence[Any], deliver: int | None, number: int, context: Context
-    ) -> tuple[Plan, tuple[int, ...]]:
+    def _make_plan(self, leaves: Sequence[Any], deliver: int | None, number: int, context: Context) -> Plan:
         axis, rows = self._options.batch_axis, self.rows(leaves)
-        treedef, order = self._treedef, tuple(range(len(leaves)))
         made = [
             (self._paths[i], *self._delivered(i, leaf, rows, deliver, number)) for i, leaf in enumerate(leaves)
         ]  # path, target, stand-in
         if self._options.last_batch == "pad" and self._rows_leaf is not None and deliver is not None:
-            treedef, order = _with_mask(treedef, self._options.mask_key, number)
             mask_target = self._targets[self._rows_leaf].axis(axis)
-            made.append((self._options.mask_key, mask_target, np.empty(deliver, bool)))
+            made.append((str(self._options.mask_key), mask_target, np.empty(deliver, bool)))
         leaf_plans = [
             plan_leaf(path, target, leaf, number=number, batch_axis=axis, x64=context.x64)
-            for path, target, leaf in (made[i] for i in order)
+            for path, target, leaf in (made[i] for i in self._order)
         ]
-        return Plan.of(treedef, leaf_plans, context), order
+        return Plan.of(self._treedef, leaf_plans, context)
 
     def _delivered(
         self, i: int, leaf: Any, rows: int | None, deliver: int | None, number: int
@@ -121,19 +129,32 @@ class Layout:
         return target, np.broadcast_to(np.empty((), leaf.dtype), shape)
 
 
-def _with_mask(treedef: Any, key: str, number: int) -> tuple[Any, tuple[int, ...]]:
-    """The structure with a mask beside the batch, and which leaf goes where in it (the last is the mask)."""
+_DICTS = dict, collections.OrderedDict, collections.defaultdict
+"""What JAX itself flattens by key; their subclasses are nodes of somebody else's, who says what belongs into them."""
+
+
+def _with_mask(batch: Any, treedef: Any, key: Hashable, number: int) -> tuple[Any, tuple[int, ...]]:
+    """The structure with a mask beside the batch, and which leaf goes where in it (one past the last: the mask).
+
+    Only dicts are made anew, for other nodes may refuse anything but real leaves.
+    """
     n = treedef.num_leaves
-    skeleton = jax.tree_util.tree_unflatten(treedef, range(n))
-    if isinstance(skeleton, dict):
-        if key in skeleton:
-            raise ValueError(
-                f"Batch {number}: last_batch='pad' adds the mask as {key!r}, but the batch has that key already. "
-                "Pass another mask_key."
-            )
-        skeleton = skeleton.copy()
-        skeleton[key] = n
-    else:
-        skeleton = (skeleton, n)
-    order, padded = jax.tree_util.tree_flatten(skeleton)
-    return padded, tuple(order)
+    if type(batch) not in _DICTS:
+        return jax.tree_util.treedef_tuple((treedef, jax.tree_util.tree_structure(0))), tuple(range(n + 1))
+    if key in batch:
+        raise ValueError(
+            f"Batch {number}: last_batch='pad' adds the mask as {key!r}, but the batch has that key already. "
+            "Pass another mask_key."
+        )
+    mask, padded = object(), batch.copy()
+    padded[key] = mask
+    try:
+        leaves, treedef = jax.tree_util.tree_flatten(padded)
+    except ValueError:  # the keys alone could be sorted
+        keys = ", ".join(map(repr, list(batch)[:10]))
+        raise ValueError(
+            f"Batch {number}: last_batch='pad' adds the mask as {key!r}, which cannot be sorted among the batch's keys "
+            f"{keys}. Pass a mask_key of their type."
+        ) from None
+    at = next(i for i, leaf in enumerate(leaves) if leaf is mask)
+    return treedef, (*range(at), n, *range(at, n))

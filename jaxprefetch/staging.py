@@ -11,7 +11,7 @@ Synopsis:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,22 @@ import numpy as np
 
 from jaxprefetch.device.placement import Placement, Target
 from jaxprefetch.device.plan import LeafPlan, Plan
+from jaxprefetch.errors import add_note
 from jaxprefetch.host.batching import LastBatch
-from jaxprefetch.host.leaves import Separate, as_host, check_range, copy_aligned, fetch, is_number, leaf_paths, plain
-from jaxprefetch.layout import Layout, StagingOptions
+from jaxprefetch.host.leaves import (
+    Separate,
+    as_host,
+    check_range,
+    copy_aligned,
+    copy_kept,
+    fetch,
+    is_number,
+    leaf_paths,
+    memory_of,
+    plain,
+)
+from jaxprefetch.layout import Layout, StagingOptions, Structure
+from jaxprefetch.recent import Recent
 
 logger = logging.getLogger("jaxprefetch")
 
@@ -35,15 +48,6 @@ class Staged:
     plan: Plan
 
 
-@dataclass(frozen=True)
-class _Structure:
-    """What is so for every batch of one tree structure."""
-
-    paths: tuple[str, ...]
-    targets: tuple[Target, ...]
-    named: tuple[bool, ...]  # by keep_on_host, as far as that gives names
-
-
 class Stager:
     """Stages batches in order. Used by one thread at a time."""
 
@@ -53,8 +57,8 @@ class Stager:
         names = options.keep_on_host or ()
         self._names = () if callable(names) else (names,) if isinstance(names, str) else tuple(names)
         self._policy = LastBatch(options.last_batch)
-        self._structures: dict[Any, _Structure] = {}
-        self._layouts: dict[Hashable, Layout] = {}
+        self._structures: Recent[Any, Structure] = Recent()  # by treedef
+        self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
         self._said_shapes = False
         self._first: Plan | None = None  # of the first batch, set by the thread that stages
 
@@ -74,20 +78,27 @@ class Stager:
 
         Raises:
             TypeError, ValueError, OverflowError: the batch cannot go where it should; names the batch and the leaf.
+            Exception: what a leaf, a node or the predicate of `keep_on_host` raises, with the batch in a note.
         """
+        try:
+            return self._stage(raw, number, reserve)
+        except Exception as error:
+            add_note(error, f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}")
+            raise
+
+    def _stage(self, raw: Any, number: int, reserve: Callable[[int], None]) -> Staged | None:
         leaves, treedef = jax.tree_util.tree_flatten(raw)
         if any(type(leaf) is not np.ndarray and isinstance(leaf, Mapping) for leaf in leaves):
             raw = plain(raw)
             leaves, treedef = jax.tree_util.tree_flatten(raw)
-        structure = self._structures.get(treedef)
-        if structure is None:
-            structure = self._structures[treedef] = self._new_structure(raw, treedef, number)
+        structure = self._structures.get(treedef, lambda: self._new_structure(raw, treedef, number))
         kept = self._kept(structure, leaves)
         leaves = [
             leaf if keep or type(leaf) is np.ndarray else self._on_host(leaf, target, f"Batch {number}, leaf {path}")
             for leaf, keep, target, path in zip(leaves, kept, structure.targets, structure.paths, strict=True)
         ]
-        layout = self._layout(treedef, structure, kept, leaves)
+        key = structure, kept, [_signature(leaf) for leaf, keep in zip(leaves, kept, strict=True) if not keep]
+        layout = self._layouts.get(key, lambda: Layout(structure, kept, raw, leaves, self._options, number))
         rows = deliver = layout.rows(leaves)
         if rows is not None:
             deliver = self._policy.admit(number, rows, layout.shards)
@@ -100,24 +111,16 @@ class Stager:
 
     # ---- what is cached
 
-    def _new_structure(self, raw: Any, treedef: Any, number: int) -> _Structure:
-        if not self._structures:
+    def _new_structure(self, raw: Any, treedef: Any, number: int) -> Structure:
+        if self._first is None:
             _check_names(self._names, leaf_paths(raw, with_none=True), number)
         paths = leaf_paths(raw)
         named = tuple(any(_is_under(path, name) for name in self._names) for path in paths)
-        return _Structure(paths, tuple(self._placement.targets(treedef, number)), named)
-
-    def _layout(self, treedef: Any, structure: _Structure, kept: tuple[bool, ...], leaves: list[Any]) -> Layout:
-        key = (treedef, kept, tuple(_signature(leaf) for leaf, keep in zip(leaves, kept, strict=True) if not keep))
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = Layout(treedef, structure.paths, structure.targets, kept, leaves, self._options)
-            self._layouts[key] = layout
-        return layout
+        return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named)
 
     # ---- each batch
 
-    def _kept(self, structure: _Structure, leaves: list[Any]) -> tuple[bool, ...]:
+    def _kept(self, structure: Structure, leaves: list[Any]) -> tuple[bool, ...]:
         keep = self._options.keep_on_host
         if callable(keep):
             return tuple(bool(keep(path, leaf)) for path, leaf in zip(structure.paths, leaves, strict=True))
@@ -153,12 +156,16 @@ class Stager:
         for i, leaf_plan in zip(order, plan.leaves, strict=True):
             leaf = leaves[i] if i < len(leaves) else np.arange(leaf_plan.shape[0]) < rows
             if leaf_plan.target is None:
-                if isinstance(leaf, np.ndarray) and not self._options.fresh_buffers:
-                    leaf = leaf.copy()
+                leaf = self._kept_leaf(leaf, separate)
             elif leaf_plan.made:
                 leaf = self._made(leaf, leaf_plan, number, separate)
             out.append(leaf)
         return Staged(out, plan)
+
+    def _kept_leaf(self, leaf: Any, separate: Separate) -> Any:
+        if self._options.fresh_buffers and ((memory := memory_of(leaf)) is None or separate.claims(memory)):
+            return leaf
+        return copy_kept(leaf)
 
     def _made(self, leaf: Any, plan: LeafPlan, number: int, separate: Separate) -> Any:
         if type(leaf) is np.ndarray and leaf.dtype == plan.dtype:
@@ -174,7 +181,7 @@ class Stager:
         return copy_aligned(leaf, plan.dtype, plan.shape)
 
 
-def _signature(leaf: Any) -> Hashable:
+def _signature(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.shape, leaf.dtype
     if isinstance(leaf, jax.Array):

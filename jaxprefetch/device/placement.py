@@ -3,7 +3,7 @@
 Synopsis:
 
     placement = Placement(sharding)              # on the caller's thread: the contexts in force there count
-    targets = placement.targets(treedef, 0)      # one for each leaf
+    targets = placement.targets(batch, 0)        # one for each leaf
     targets[0].fit(ndim=1).local_shards(ndim=1)  # (8,): how this process's devices split its rows
 """
 
@@ -101,18 +101,18 @@ class Placement:
         """This process's devices, each once."""
         return tuple(dict.fromkeys(d for t in self._targets for d in local_devices(t.sharding)))
 
-    def targets(self, treedef: Any, number: int) -> list[Target]:
-        """One target a leaf of `treedef`, from the prefix.
+    def targets(self, batch: Any, number: int) -> list[Target]:
+        """One target a leaf of the batch, from the prefix.
 
         Raises:
             ValueError: `sharding` is not a prefix of the batch.
         """
-        skeleton = jax.tree_util.tree_unflatten(treedef, range(treedef.num_leaves))
         try:
-            subtrees = self._prefix.flatten_up_to(skeleton)
+            subtrees = self._prefix.flatten_up_to(batch)
         except (ValueError, TypeError, KeyError) as error:
+            structure = jax.tree_util.tree_structure(batch)
             raise ValueError(
-                f"Batch {number}: sharding={self._prefix} is not a prefix of the batch {treedef} ({error}). "
+                f"Batch {number}: sharding={self._prefix} is not a prefix of the batch {structure} ({error}). "
                 "Pass one sharding for all leaves, or a tree with the batch's own keys; for several devices "
                 "NamedSharding(mesh, PartitionSpec('data'))."
             ) from None

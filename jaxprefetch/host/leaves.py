@@ -9,6 +9,7 @@ Synopsis:
 from __future__ import annotations
 
 import bisect
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxprefetch.errors import KEEP, add_note, deleted
 
 ALIGNMENT = 64
 """Bytes. XLA's CPU client aliases host memory with this alignment, so no second copy is made there."""
@@ -45,21 +48,23 @@ def as_host(leaf: Any, where: str) -> Any:
     Raises:
         TypeError: JAX has no such leaf.
         ValueError: the source deleted or donated this array.
+        Exception: what the leaf's own `__array__` raises.
     """
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
-            raise ValueError(f"{where}: the source has deleted or donated this jax.Array. Yield arrays that are alive.")
+            raise deleted(where)
         return leaf
     if is_number(leaf):
         return leaf
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"{where}: masked arrays have no place on a device. Pass leaf.filled(value) and the mask.")
     if isinstance(leaf, (np.ndarray, np.generic)) or hasattr(leaf, "__array__"):
-        return np.asarray(leaf)
+        try:
+            return np.asarray(leaf)
+        except Exception as error:
+            add_note(error, f"jaxprefetch: {where}: raised where {type(leaf).__name__} became a NumPy array")
+            raise
     raise TypeError(f"{where}: {type(leaf).__name__} cannot go to a device. {KEEP}")
-
-
-KEEP = "Name it in keep_on_host to receive it as it is, or leave it out of the batch."
 
 
 def check_range(leaf: Any, dtype: np.dtype, where: str) -> None:
@@ -101,6 +106,53 @@ def fetch(leaf: jax.Array, where: str) -> np.ndarray:
     return jax.device_get(leaf)
 
 
+def copy_kept(leaf: Any) -> Any:
+    """A leaf that stays on the host, as the batch's own: arrays of any library and writable buffers are copied.
+
+    The copy has the leaf's type, but for arrays that cannot be copied as what they are: these become NumPy arrays. All
+    else, strings and other objects, is the leaf itself.
+    """
+    if isinstance(leaf, (np.ndarray, np.void)):
+        return leaf.copy()
+    if isinstance(leaf, memoryview):
+        own = np.array(leaf).data  # with the same shape and format
+        return own.toreadonly() if leaf.readonly else own
+    is_array = _is_array(leaf)
+    if not (is_array or _is_writable_buffer(leaf)):
+        return leaf
+    try:
+        if hasattr(leaf, "clone"):  # PyTorch's: deepcopy refuses those that a gradient goes through
+            return (leaf.detach() if hasattr(leaf, "detach") else leaf).clone()
+        return copy.deepcopy(leaf)
+    except Exception:
+        return np.asarray(leaf).copy() if is_array else leaf
+
+
+def memory_of(leaf: Any) -> np.ndarray | None:
+    """A view of the memory that a kept leaf has; None where there is none or it does not show."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    if isinstance(leaf, (jax.Array, str)):
+        return None
+    try:
+        return np.from_dlpack(leaf) if hasattr(type(leaf), "__dlpack__") else np.asarray(memoryview(leaf))
+    except Exception:  # no buffer, or on a device, or of a type that NumPy does not know
+        return None
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether this is an array of some library that may change; NumPy's scalars and JAX's arrays never do."""
+    names = "__array__", "__array_interface__", "__dlpack__"
+    return not isinstance(leaf, (jax.Array, np.generic)) and any(hasattr(type(leaf), name) for name in names)
+
+
+def _is_writable_buffer(leaf: Any) -> bool:
+    try:
+        return not memoryview(leaf).readonly
+    except (TypeError, ValueError, BufferError):
+        return False
+
+
 class Separate:
     """Tells whether leaves of one batch lie apart in memory, as the leaves of what is delivered must."""
 
@@ -121,13 +173,16 @@ class Separate:
 
 def copy_aligned(leaf: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
     """A fresh contiguous copy; where `shape` is larger than the leaf's, the rest is zero."""
-    out = _empty_aligned(shape, dtype)
-    if tuple(shape) == leaf.shape:
-        np.copyto(out, leaf, casting="unsafe")
+    out = whole = _empty_aligned(shape, dtype)
+    if tuple(shape) != leaf.shape:
+        whole[...] = np.zeros((), dtype)
+        out = whole[tuple(slice(n) for n in leaf.shape)]
+    if leaf.dtype == dtype:
+        np.copyto(out, leaf)
     else:
-        out[...] = np.zeros((), dtype)
-        np.copyto(out[tuple(slice(n) for n in leaf.shape)], leaf, casting="unsafe")
-    return out
+        with np.errstate(all="ignore"):  # 64-bit floats that are too large become infinite, whatever NumPy says then
+            np.copyto(out, leaf, casting="unsafe")
+    return whole
 
 
 def _empty_aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
