@@ -28,4 +28,7 @@ def add_note(error: BaseException, text: str, *, unless: str | None = None) -> N
 
 def deleted(where: str) -> ValueError:
     """The error for an array of the source's own that is dead."""
-    return ValueError(f"{where}: the source has deleted or donated this jax.Array. Yield arrays that are alive.")
+    return ValueError(
+        f"{where}: the source has deleted or donated this jax.Array, or the loop has, if it was in an earlier batch, "
+        "too. Yield arrays that are alive, each once."
+    )

@@ -124,6 +124,19 @@ def test_arrays_deleted_while_they_wait_are_refused(delete: str, sharding: str |
                 next(batches)
 
 
+def test_an_array_in_two_batches_of_a_loop_that_donates_is_refused() -> None:
+    """Where the loop donates an array that is in a later batch, too, the error of that batch says so."""
+    made = jax.device_put(X)
+    with prefetch_to_device([{"x": made}, {"x": X}, {"x": X}, {"x": made}], host_size=0) as batches:
+        for _ in range(3):
+            jax.jit(lambda x: x + 1, donate_argnums=0)(next(batches)["x"])
+            assert made.is_deleted()
+        with pytest.raises(
+            ValueError, match=r"Batch 3, leaf x: .* or the loop has, if it was in an earlier batch, too"
+        ):
+            next(batches)
+
+
 # ---- leaves that are refused
 
 REFUSED = {

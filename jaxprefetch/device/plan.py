@@ -123,15 +123,16 @@ class Plan:
         self.check_alive(leaves)
         return self.transfer.put(leaves)
 
-    def check_alive(self, leaves: Sequence[Any]) -> None:
+    def check_alive(self, leaves: Sequence[Any], number: int | None = None) -> None:
         """Whether the source's own arrays are alive: passed ones are its own still, moved ones may share their buffers.
 
         Raises:
-            ValueError: one is not; names the leaf.
+            ValueError: one is not; names the leaf, and the batch where its number is given.
         """
         for i in self.foreign:
             if leaves[i].is_deleted():
-                raise deleted(f"Leaf {self.leaves[i].path}")
+                path = self.leaves[i].path
+                raise deleted(f"Leaf {path}" if number is None else f"Batch {number}, leaf {path}")
 
 
 def plan_leaf(path: str, target: Target | None, leaf: Any, *, number: int, batch_axis: int, x64: bool) -> LeafPlan:
