@@ -1,156 +1,26 @@
-"""Shows on GPUs what the core promises: throughput, device memory, short steps, and right values, beside its peers.
+"""Shows on GPUs what the core promises: right values, device memory, short steps, a loop that waits for its loss.
 
     python examples/benchmarks/core.py --gpus 1 --out results/1gpu
-    python examples/benchmarks/core.py --gpus 2 --out results/2gpu --parts link,check,alexnet,short
+    python examples/benchmarks/core.py --gpus 2 --out results/2gpu --parts check,inflight
     python examples/benchmarks/core.py --tiny --out /tmp/tiny          # a CPU, in less than a minute
-    python examples/benchmarks/core.py --check --out /tmp/check        # only the right values
 
-Each part runs in a process of its own and writes one JSON file with versions, machine, all rounds, and medians. A part
-that fails is written down, the others run, and the exit status is 1. `report.py` turns the files into tables.
+How `runner.py` runs it: each part in a process of its own, one JSON file for each. `report.py` turns the files into
+tables. Throughput beside that of the peers is what `compare.py` measures.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 
-import environment
-import jax
-import report
-from environment import Settings
+import runner
 
-PARTS = ("link", "check", "alexnet", "memory", "inflight", "short", "sync")
-PART_TIMEOUT_S = 300
-
-
-def main() -> int:
-    """Runs the parts that the command line names; returns the exit status."""
-    options = _options()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.worker:
-        return _run_part(options.worker, _settings(options))
-    start, failed = time.monotonic(), []
-    with _compilation_cache():
-        for part in options.parts:
-            left = options.limit - (time.monotonic() - start)
-            if not _run(part, options, left):
-                failed.append(part)
-            print(f"== {part}: {time.monotonic() - start:.0f} s so far", flush=True)
-    print(report.tables([options.out], options.parts), flush=True)
-    if failed:
-        print(f"FAILED: {', '.join(failed)}", flush=True)
-    return 1 if failed else 0
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", type=int, default=1, help="number of devices (1)")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
-    parser.add_argument("--check", action="store_true", help="the same as --parts check")
-    parser.add_argument("--out", type=Path, default=Path("benchmark_results"), help="directory for the JSON files")
-    parser.add_argument("--tiny", action="store_true", help="small sizes and three steps, for a CPU")
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (3)")
-    parser.add_argument("--steps", type=int, default=48, help="most steps of one AlexNet measurement (48)")
-    parser.add_argument("--seconds", type=float, default=1.6, help="a slow method has fewer steps, at least 12 (1.6)")
-    parser.add_argument("--limit", type=float, default=440.0, help="seconds after which no part is started (440)")
-    parser.add_argument("--worker", choices=PARTS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.check:
-        options.parts = ["check"]
-    unknown = set(options.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}")
-    return options
-
-
-def _settings(options: argparse.Namespace) -> Settings:
-    rounds = 1 if options.tiny else options.rounds
-    return Settings(options.gpus, options.tiny, rounds, options.steps, options.seconds, options.out)
-
-
-@contextlib.contextmanager
-def _compilation_cache():
-    """Lets the parts share what they compile, so that AlexNet is compiled once."""
-    with tempfile.TemporaryDirectory(prefix="jax_cache_") as directory:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        jax.config.update("jax_compilation_cache_dir", directory)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        yield
-
-
-def _run(part: str, options: argparse.Namespace, seconds_left: float) -> bool:
-    """Runs one part, in a process of its own unless tiny; returns whether it is all right."""
-    print(f"== {part}", flush=True)
-    if options.tiny:
-        return _run_part(part, _settings(options)) == 0
-    if seconds_left <= 0:
-        return _give_up(part, options, "not started: the time was used up")
-    (options.out / f"{part}.json").unlink(missing_ok=True)
-    worker = subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--worker", part])
-    try:
-        status = worker.wait(min(PART_TIMEOUT_S, seconds_left + 30))
-    except subprocess.TimeoutExpired:
-        worker.terminate()  # it still writes what it has
-        try:
-            status = worker.wait(15)
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            status = worker.wait()
-    if not (options.out / f"{part}.json").exists():
-        return _give_up(part, options, f"the process ended with status {status}")
-    return status == 0
-
-
-def _give_up(part: str, options: argparse.Namespace, error: str) -> bool:
-    print(f"{part}: {error}", flush=True)
-    _write(options.out / f"{part}.json", _empty_record(part, _settings(options)) | {"error": error})
-    return False
-
-
-def _empty_record(part: str, settings: Settings) -> dict:
-    about = {"part": part, "gpus": settings.gpus, "tiny": settings.tiny, "environment": environment.describe()}
-    return about | {"status": "failed", "error": None, "seconds": None, "results": {}}
-
-
-def _run_part(part: str, settings: Settings) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("out of time"))
-    record = _empty_record(part, settings)
-    start = time.monotonic()
-    try:
-        _function(part)(settings, record["results"], lambda line: print(f"{part}: {line}", flush=True))
-        record["status"] = "ok"
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        record["error"] = "".join(traceback.format_exception_only(error)).strip()
-    record["seconds"] = time.monotonic() - start
-    _write(settings.out / f"{part}.json", record)
-    return 0 if record["status"] == "ok" else 1
-
-
-def _function(part: str) -> Callable[[Settings, dict, Callable[[str], None]], None]:
-    """Imports only what the part needs: one that cannot be imported fails alone."""
-    if part in ("alexnet", "sync"):
-        import throughput
-
-        return throughput.alexnet_part if part == "alexnet" else throughput.sync_part
-    module = __import__(part)
-    return getattr(module, f"{part}_part")
-
-
-def _write(path: Path, record: dict) -> None:
-    path.write_text(json.dumps(record, indent=1) + "\n")
-
+PARTS = {
+    "check": "check:check_part",
+    "memory": "memory:memory_part",
+    "inflight": "inflight:inflight_part",
+    "short": "workloads:short_part",
+    "sync": "throughput:sync_part",
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(runner.main(__doc__, __file__, PARTS))

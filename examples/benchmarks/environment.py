@@ -16,9 +16,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from budget import Budget
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "grain", "numpy", "torch")
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy"),
+    *("flax", "optax", "grain", "datarax", "torch"),
+)
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -30,32 +34,18 @@ class Settings:
     gpus: int
     tiny: bool
     rounds: int
-    steps: int
     seconds: float
     out: Path
 
-    def budget(self, steps: int | None = None, seconds: float | None = None) -> Budget:
+    def budget(self, seconds: float | None = None) -> Budget:
         """The steps of one measurement: `--tiny` allows three, whatever else is asked for."""
         if self.tiny:
-            return Budget(most=3, least=3, seconds=1.0)
-        return Budget(most=steps or self.steps, least=12, seconds=seconds or self.seconds)
+            return Budget(most=3, least=3, seconds=1.0, warm=2)
+        return Budget(most=2000, least=8, seconds=seconds or self.seconds)
 
     def per_device(self, size: int, tiny_size: int) -> int:
         """`size`, or `tiny_size` under `--tiny`."""
         return tiny_size if self.tiny else size
-
-
-@dataclass(frozen=True)
-class Budget:
-    """One measurement has as many steps as fit into `seconds`, but at least `least` and at most `most`."""
-
-    most: int
-    least: int
-    seconds: float
-
-    def count(self, seconds_per_step: float) -> int:
-        """Number of timed steps for a method that needs `seconds_per_step`."""
-        return max(self.least, min(self.most, int(self.seconds / max(seconds_per_step, 1e-9))))
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,9 @@ def place(gpus: int) -> Place:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and the packages that matter; what is missing is "not installed"."""
-    found = {"python": platform.python_version()}
+    import jaxprefetch
+
+    found = {"python": platform.python_version(), "jaxprefetch": jaxprefetch.__version__}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

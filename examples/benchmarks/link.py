@@ -1,51 +1,71 @@
-"""How fast host memory reaches the devices: the limit that shares are taken of.
+"""How fast host memory reaches the devices: the limit that shares are taken of, and what each method sustains.
 
     results = {}
     link.link_part(settings, results, log=print)
-    results["limit_gib_s"]
+    results["limit_gib_s"], results["64 MB"]["methods"]["jaxprefetch, pageable, size 2"]["gib_s"]["median"]
 
 The limit is the fastest of a pinned `non_blocking` copy in PyTorch, where that is installed, and `device_put` from
-pinned memory. PyTorch runs in a process of its own: `python link.py GPUS MEGABYTES...` prints its figures.
+pinned memory. There is no step: batches are taken as fast as they come. Our iterator bounds itself; with the others the
+loop keeps four batches and waits for the oldest.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
+import dataclasses
 import json
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import environment
 import jax
 import peers
 import pinned
 import synthetic
+import timing
+import torch_peer
+from budget import Budget
 from environment import GIB, Settings
 
-MEGABYTES = (1, 4, 16, 64, 256)
-REPEATS = 5
-TOTAL = 2 << 30
+MEGABYTES = (0.064, 0.256, 1, 4, 16, 64, 256, 1024)
+LARGE = 256
+"""From here on few batches: slow methods need up to a second for each."""
+SECONDS = 85
+LIMITS = ("torch pinned copy", "device_put, pinned")
+
+
+def methods() -> list[peers.Method]:
+    """The methods of a round, after PyTorch's copy."""
+    return [
+        _put(),
+        *(peers.ours(how) for how in ("pageable", "read_into", "pinned")),
+        peers.plain(),
+        peers.flax(),
+        peers.grain(),
+    ]
 
 
 def link_part(settings: Settings, results: dict, log: Callable[[str], None]) -> None:
-    """Measures copies of several sizes, all devices at once, and what our iterator sustains without a step."""
-    sizes = MEGABYTES[:1] if settings.tiny else MEGABYTES
-    results["torch"] = torch_rates(settings.gpus, sizes)
-    log(f"torch: {results['torch']}")
+    """Measures copies of several sizes, all devices at once."""
     place = environment.place(settings.gpus)
-    ways = {"device_put": _put, "jaxprefetch, size 2": _ours(2), "jaxprefetch, size 3": _ours(3)}
-    for megabytes in sizes:
-        nbytes = megabytes * 1_000_000
-        with pinned.host_batches(synthetic.spec(nbytes, settings.gpus), 4, place.client) as host:
-            for name, way in ways.items():
-                rates = sorted(_rate(way, host, place, settings) for _ in range(1 if settings.tiny else REPEATS))
-                results.setdefault(name, {})[str(megabytes)] = rates
-                log(f"{name}, {megabytes} MB: {rates[len(rates) // 2]:.1f} GiB/s")
-    torch = results["torch"].values() if isinstance(results["torch"], dict) else []
-    results["limit_gib_s"] = max(itertools.chain(*torch, *results["device_put"].values()))
+    sizes = MEGABYTES[:2] if settings.tiny else MEGABYTES
+    with torch_peer.started(settings.gpus) as torch:
+
+        def run(megabytes: float, turns: timing.Turns) -> None:
+            spec = synthetic.spec(int(1_000_000 * megabytes), settings.gpus)
+            with pinned.both(spec, 2 if megabytes >= LARGE else 4, place.client) as host:
+                contest = _contest(settings, place, megabytes, host)
+                contest.run(size_name(megabytes), [torch.copy(megabytes), *methods()], turns, results, log)
+
+        try:
+            timing.share_out(sizes, settings.rounds, SECONDS, run)
+        finally:
+            limits = [case["methods"][name]["gib_s"] for case in results.values() for name in _limits(case)]
+            results["limit_gib_s"] = max((rate["max"] for rate in limits), default=0.0)
+
+
+def size_name(megabytes: float) -> str:
+    """Returns the size as tables call it."""
+    return f"{megabytes} MB" if megabytes >= 1 else f"{1000 * megabytes:.0f} KB"
 
 
 def known_limit(settings: Settings, place) -> float:
@@ -53,79 +73,56 @@ def known_limit(settings: Settings, place) -> float:
     path = settings.out / "link.json"
     if path.exists():
         record = json.loads(path.read_text())
-        if record.get("gpus") == settings.gpus and "limit_gib_s" in record["results"]:
-            return record["results"]["limit_gib_s"]
+        limit = record["results"].get("limit_gib_s")
+        if limit and (record["gpus"], record["tiny"]) == (settings.gpus, settings.tiny):
+            return limit
     nbytes = settings.per_device(256_000_000, 1 << 20)
     with pinned.host_batches(synthetic.spec(nbytes, settings.gpus), 2, place.client) as host:
-        return max(_rate(_put, host, place, settings) for _ in range(3))
+        samples = [_sustained(_put(), {"pinned": host}, place, Budget(8, 4, 0.1, warm=2), None) for _ in range(3)]
+        return host.nbytes / GIB / min(sample["ms"] for sample in samples) * 1e3
 
 
-def torch_rates(gpus: int, sizes: tuple[int, ...]) -> dict[str, list[float]] | str:
-    """Returns GiB/s of PyTorch's pinned copies by megabytes, or why there are none."""
-    command = [sys.executable, __file__, str(gpus), *map(str, sizes)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if answer.returncode:
-        return answer.stderr.strip().splitlines()[-1]
-    return json.loads(answer.stdout.splitlines()[-1])
+def _limits(case: dict) -> list[str]:
+    """The methods of `case` that tell the limit, as far as they were measured."""
+    return [name for name in LIMITS if "gib_s" in case["methods"].get(name, {})]
 
 
-def _rate(way: Callable, host: pinned.HostBatches, place, settings: Settings) -> float:
-    count = 4 if settings.tiny else max(8, min(400, TOTAL // host.nbytes))
-    return count * host.nbytes / way(host, place, count) / GIB
+def _contest(settings: Settings, place, megabytes: float, host: dict) -> timing.Contest:
+    def measure(method: peers.Method, pace_ms: float | None) -> dict:
+        budget = _budget(method, megabytes, settings.tiny)
+        if method.measure:
+            return method.measure(budget, pace_ms)
+        return _sustained(method, host, place, budget, pace_ms)
+
+    nbytes = host["pinned"].nbytes
+    about = {"batch_bytes": nbytes // settings.gpus, "pinned": host["pinned"].pinned}
+    return timing.Contest(measure, about, nbytes=nbytes)
 
 
-def _put(host: pinned.HostBatches, place, count: int) -> float:
-    source, recent = host.forever(), collections.deque(maxlen=4)
-    jax.block_until_ready(jax.device_put(next(source), place.sharding))
-    start = time.perf_counter()
-    for batch in itertools.islice(source, count):
-        recent.append(jax.device_put(batch, place.sharding))
-    jax.block_until_ready(list(recent))
-    return time.perf_counter() - start
+def _budget(method: peers.Method, megabytes: float, tiny: bool) -> Budget:
+    """Ours warms up for as long as it makes its slots."""
+    if tiny:
+        return Budget(most=3, least=3, seconds=1.0, warm=2)
+    if megabytes >= LARGE:
+        return Budget(most=40, least=3, seconds=0.2, warm=8 if method.is_ours else 2)
+    return Budget(most=2000, least=8, seconds=0.12, warm=10)
 
 
-def _ours(size: int) -> Callable:
-    method = peers.ours("pinned", size)
-
-    def way(host: pinned.HostBatches, place, count: int) -> float:
-        with method.open({"pinned": host}, place) as opened:
-            batches = iter(opened)
-            for batch in itertools.islice(batches, 2 * size):
-                jax.block_until_ready(batch)
-            start = time.perf_counter()
-            for batch in itertools.islice(batches, count):
-                last = batch
-            jax.block_until_ready(last)
-            return time.perf_counter() - start
-
-    return way
+def _put() -> peers.Method:
+    """`device_put` of pinned arrays, and nothing else."""
+    return dataclasses.replace(peers.plain("pinned"), name="device_put, pinned")
 
 
-def _torch_main(gpus: int, sizes: list[int]) -> dict[str, list[float]]:
-    import torch
-
-    if torch.cuda.device_count() < gpus:
-        raise SystemExit(f"torch sees {torch.cuda.device_count()} GPUs")
-    rates = {}
-    for megabytes in sizes:
-        values = megabytes * 250_000
-        hosts = [torch.rand(values).pin_memory() for _ in range(gpus)]
-        devices = [torch.empty(values, device=f"cuda:{i}") for i in range(gpus)]
-        count = max(8, min(400, TOTAL // (4 * values * gpus)))
-        rates[str(megabytes)] = sorted(_torch_rate(torch, hosts, devices, count) for _ in range(REPEATS + 1))[1:]
-    return rates
+def _sustained(method: peers.Method, host: dict, place, budget: Budget, pace_ms: float | None) -> dict:
+    with method.open(host, place) as opened:
+        batches = iter(opened) if method.is_ours else _four_at_once(iter(opened))
+        return timing.without_step(batches, budget, pace_ms)
 
 
-def _torch_rate(torch, hosts: list, devices: list, count: int) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        for host, device in zip(hosts, devices, strict=True):
-            device.copy_(host, non_blocking=True)
-    for device in devices:
-        torch.cuda.synchronize(device.device)
-    seconds = time.perf_counter() - start
-    return count * sum(host.nbytes for host in hosts) / seconds / GIB
-
-
-if __name__ == "__main__":
-    print(json.dumps(_torch_main(int(sys.argv[1]), [int(size) for size in sys.argv[2:]])))
+def _four_at_once(batches: Iterator) -> Iterator:
+    kept = collections.deque()
+    for batch in batches:
+        kept.append(batch)
+        if len(kept) > 4:
+            jax.block_until_ready(kept.popleft())
+        yield batch

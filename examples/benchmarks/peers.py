@@ -1,7 +1,7 @@
 """The ways to feed a training loop that are compared, each by its real library.
 
 method = peers.ours("pinned", size=2)
-with method.open(host_batches.forever(), place) as batches:
+with method.open(host, place) as batches:                # host["pinned"] and host["pageable"]: pinned.HostBatches
     for batch in batches:
         state, loss = step(state, batch)
 """
@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import jax
+import sources
+from budget import Budget
 from pinned import Batch, HostBatches
 
-Source = Iterator[Batch]
-Opened = AbstractContextManager[Iterator]
+Opened = AbstractContextManager[Iterable]
+
+
+class Unavailable(Exception):
+    """A method that cannot be measured here; says why."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +33,20 @@ class Method:
     Attributes:
         name: what tables call it.
         memory: "pinned" or "pageable": where the source's arrays lie.
-        opener: `(source, place)` to a context that yields device batches.
-        by_device: whether it wants `(devices, rows, ...)` leaves, as pmap does.
+        opener: `(batches, place)` to a context that yields device batches.
         is_ours: a failure of ours fails the benchmark; one of a peer is written down.
         package: the package that it needs.
+        base: the method of which the share is taken.
+        measure: for a method with a loop of its own, `(budget, pace_ms)` to a sample, instead of an opener.
     """
 
     name: str
-    memory: str
-    opener: Callable[..., Opened]
-    by_device: bool = False
+    memory: str = "pageable"
+    opener: Callable[[HostBatches, object], Opened] | None = None
     is_ours: bool = False
     package: str = "jax"
+    base: str = "resident"
+    measure: Callable[[Budget, float | None], dict] | None = None
 
     def open(self, host: dict[str, HostBatches], place) -> Opened:
         """Starts on the batches of the memory that the method wants.
@@ -48,64 +55,83 @@ class Method:
             host: the batches, by "pinned" and "pageable".
             place: the devices.
         """
-        batches = host[self.memory]
-        if self.by_device:
-            batches = batches.by_device(len(place.devices))
-        return self.opener(batches.forever(), place)
+        return self.opener(host[self.memory], place)
 
 
 def resident() -> Method:
     """Two batches that lie on the devices from the start: what a loop reaches when input costs nothing."""
 
     @contextlib.contextmanager
-    def opener(source: Source, place):
-        batches = [jax.device_put(batch, place.sharding) for batch in itertools.islice(source, 2)]
+    def opener(host: HostBatches, place):
+        batches = [jax.device_put(batch, place.sharding) for batch in host.batches[:2]]
         jax.block_until_ready(batches)
         yield itertools.cycle(batches)
 
-    return Method("resident", "pageable", opener)
+    return Method("resident", opener=opener)
 
 
 def resident_one() -> Method:
     """One batch that lies on the devices: the memory that any loop needs."""
 
     @contextlib.contextmanager
-    def opener(source: Source, place):
-        yield itertools.repeat(jax.device_put(next(source), place.sharding))
+    def opener(host: HostBatches, place):
+        yield itertools.repeat(jax.device_put(host.batches[0], place.sharding))
 
-    return Method("resident", "pageable", opener)
+    return Method("resident", opener=opener)
 
 
-def plain(memory: str) -> Method:
+def plain(memory: str = "pageable") -> Method:
     """`jax.device_put` in the loop."""
 
     @contextlib.contextmanager
-    def opener(source: Source, place):
-        yield (jax.device_put(batch, place.sharding) for batch in source)
+    def opener(host: HostBatches, place):
+        yield (jax.device_put(batch, place.sharding) for batch in host.forever())
 
     return Method(f"device_put in the loop, {memory}", memory, opener)
 
 
-def flax(memory: str) -> Method:
+def double_buffer(memory: str = "pageable") -> Method:
+    """A generator that puts the next batch before it yields one, in the manner of dm-haiku's ImageNet example.
+
+    References: `double_buffer` in `examples/imagenet/dataset.py` of github.com/google-deepmind/dm-haiku; that one puts
+    with `device_put_sharded`, which JAX no longer has.
+    """
+
+    def batches(host: HostBatches, place) -> Iterator:
+        ahead = None
+        for batch in host.forever():
+            current, ahead = ahead, jax.device_put(batch, place.sharding)
+            if current is not None:
+                yield current
+
+    @contextlib.contextmanager
+    def opener(host: HostBatches, place):
+        yield batches(host, place)
+
+    return Method(f"double buffer, {memory}", memory, opener)
+
+
+def flax(memory: str = "pageable") -> Method:
     """`flax.jax_utils.prefetch_to_device` with its recommended size of two."""
 
     @contextlib.contextmanager
-    def opener(source: Source, place):
+    def opener(host: HostBatches, place):
         from flax import jax_utils
 
-        yield jax_utils.prefetch_to_device(source, 2, devices=list(place.devices))
+        by_device = host.by_device(len(place.devices)).forever()  # as pmap takes them
+        yield jax_utils.prefetch_to_device(by_device, 2, devices=list(place.devices))
 
-    return Method(f"flax prefetch_to_device(2), {memory}", memory, opener, by_device=True, package="flax")
+    return Method(f"flax prefetch_to_device(2), {memory}", memory, opener, package="flax")
 
 
-def grain(memory: str) -> Method:
+def grain(memory: str = "pageable") -> Method:
     """`grain.experimental.device_put` with its default buffers."""
 
     @contextlib.contextmanager
-    def opener(source: Source, place):
+    def opener(host: HostBatches, place):
         import grain
 
-        one_epoch = grain.MapDataset.source(_Endless(source)).to_iter_dataset()
+        one_epoch = grain.MapDataset.source(_Endless(host.batches)).to_iter_dataset()
         iterator = iter(grain.experimental.device_put(one_epoch, place.sharding))
         try:
             yield iterator
@@ -115,30 +141,78 @@ def grain(memory: str) -> Method:
     return Method(f"grain device_put, {memory}", memory, opener, package="grain")
 
 
-def ours(memory: str, size: int = 2, *, delete_used: bool = False, max_bytes: int | None = None) -> Method:
-    """`jaxprefetch.prefetch_to_device`; pinned arrays are sent as they are, since the source never writes again."""
+def datarax(memory: str = "pageable") -> Method:
+    """`datarax`'s two stages with their default buffers: four batches on the host, two on the device."""
 
-    def opener(source: Source, place):
+    @contextlib.contextmanager
+    def opener(host: HostBatches, place):
+        from datarax.control.prefetcher import DevicePrefetcher, Prefetcher
+
+        on_host = Prefetcher(buffer_size=4).prefetch(host.forever())
+        iterator = DevicePrefetcher(buffer_size=2, device=place.sharding).prefetch(on_host)
+        try:
+            yield iterator
+        finally:
+            iterator.close()
+            on_host.close()
+
+    return Method(f"datarax DevicePrefetcher, {memory}", memory, opener, package="datarax")
+
+
+def ours(how: str, size: int = 2, *, delete_used: bool = False, max_bytes: int | None = None) -> Method:
+    """`jaxprefetch.prefetch_to_device`.
+
+    Args:
+        how: what the source gives. "pageable": ordinary arrays. "pinned": arrays that are pinned already and never
+            written again, which are sent as they are. "read_into": it writes its batches into our slots. "batched":
+            samples, which `jaxprefetch.batched` stacks in our slots.
+        size, delete_used, max_bytes: as `prefetch_to_device` takes them.
+    """
+
+    def opener(host: HostBatches, place):
         import jaxprefetch
 
         return jaxprefetch.prefetch_to_device(
-            source,
+            _source(how, host),
             size,
             sharding=place.sharding,
             max_bytes=max_bytes,
             delete_used=delete_used,
-            fresh_buffers=True if memory == "pinned" else None,
+            fresh_buffers=True if how == "pinned" else None,
         )
 
-    name = f"jaxprefetch, {memory}, size {size}" + (", delete_used" if delete_used else "")
-    return Method(name + (", max_bytes" if max_bytes else ""), memory, opener, is_ours=True)
+    name = f"jaxprefetch, {how}, size {size}" + (", delete_used" if delete_used else "")
+    name += ", max_bytes" if max_bytes else ""
+    return Method(name, "pinned" if how == "pinned" else "pageable", opener, is_ours=True)
+
+
+def batched() -> Callable:
+    """Returns `jaxprefetch.batched`; sources with `read_into` came with it.
+
+    Raises:
+        Unavailable: this version has none.
+    """
+    try:
+        from jaxprefetch import batched
+    except ImportError:
+        raise Unavailable("not in this version") from None
+    return batched
+
+
+def _source(how: str, host: HostBatches) -> Iterable[Batch] | sources.ReadsInto:
+    if how == "read_into":
+        batched()
+        return sources.ReadsInto(host)
+    if how == "batched":
+        return batched()(sources.samples(host), sources.rows(host))
+    return host.forever()
 
 
 class _Endless:
-    """A random-access source of very many batches, as Grain reads it: the batches of `source` in turn."""
+    """A random-access source of very many batches, as Grain reads it: the same few in turn."""
 
-    def __init__(self, source: Source):
-        self._batches = list(itertools.islice(source, 4))
+    def __init__(self, batches: list[Batch]):
+        self._batches = batches
 
     def __len__(self) -> int:
         return 1 << 30

@@ -165,5 +165,7 @@ def _random(piece: np.ndarray, seed: np.random.SeedSequence) -> None:
         rng.random(out=piece, dtype=np.float32)
     elif piece.dtype == np.uint8:
         piece[:] = rng.integers(0, 256, piece.size, np.uint8)
+    elif piece.dtype == np.bool_:
+        piece[:] = rng.integers(0, 2, piece.size, np.uint8)
     else:
         piece[:] = rng.integers(0, 10, piece.size, piece.dtype)

@@ -18,7 +18,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 Record = dict
-PARTS = ("link", "check", "alexnet", "memory", "inflight", "short", "sync")
+PARTS = (
+    *("link", "alexnet", "tokens", "rl", "samples", "steps"),
+    *("check", "memory", "inflight", "short", "sync"),
+)
+PACKAGES = ("jaxprefetch", "jax", "jaxlib", "flax", "grain", "torch", "numpy")
+UNITS = {
+    "link": "GiB/s, all devices",
+    "rl": "ms added to the best possible step",
+    "samples": "GiB/s",
+    "inflight": "most batches on a device",
+}
 MARKED = re.compile(r"(<!-- results:([\w-]+)(:brief)? -->\n).*?(<!-- /results -->)", re.DOTALL)
 NOT_BRIEF = re.compile(r"size [14]|size 3, delete_used|1000 steps|flax .*, pinned")
 
@@ -70,24 +80,32 @@ def table(part: str, directories: list[Path], *, brief: bool = False) -> str:
 def _columns(part: str, record: Record) -> list[tuple[str, dict[str, str]]]:
     """Returns heading and cells by row name of each column."""
     results, gpus = record["results"], _gpus(record)
-    if part in ("alexnet", "short", "sync"):
-        return [(f"{gpus}, {name}", _shares(case["methods"])) for name, case in results.items()]
-    if part == "inflight":
-        return [(f"{gpus}, {name}", _cells(case, _inflight)) for name, case in results.items()]
-    if part == "memory":
-        return [(f"{gpus}, {name}", _cells(case, _peak)) for name, case in results.items()]
-    if part == "link":
-        return [(f"{gpus}, {size} MB", cells) for size, cells in _by_size(results).items()]
-    right = sum(value == "OK" for value in results.values())
-    return [(gpus, {"consumers with right values": f"{right} of {len(results)}"})]
+    if part == "check":
+        right = sum(value == "OK" for value in results.values())
+        return [(gpus, {"consumers with right values": f"{right} of {len(results)}"})]
+    cell = {"link": _rate, "samples": _rate, "rl": _added, "inflight": _inflight, "memory": _peak}.get(part, _share)
+    cases = {name: case for name, case in results.items() if isinstance(case, dict)}
+    if part not in ("inflight", "memory"):
+        cases = {name: case["methods"] for name, case in cases.items() if "methods" in case}
+    return [(f"{gpus}, {name}", _cells(case, cell)) for name, case in cases.items()]
 
 
-def _shares(methods: dict[str, dict]) -> dict[str, str]:
-    return _cells(methods, lambda m: f"{_number(m.get('share'))} ({m['ms']['median']:.2f} ms)")
+def _share(record: dict) -> str:
+    return f"{_number(record.get('share'))} ({record['ms']['median']:.2f} ms)"
 
 
-def _number(spread: dict | None) -> str:
-    return f"{spread['median']:.3f} [{spread['min']:.3f}, {spread['max']:.3f}]" if spread else "?"
+def _added(record: dict) -> str:
+    return f"{_number(record['added_ms'])}, share {record['share']['median']:.2f}"
+
+
+def _rate(record: dict) -> str:
+    return _number(record["gib_s"], digits=1)
+
+
+def _number(spread: dict | None, digits: int = 3) -> str:
+    if not spread:
+        return "?"
+    return f"{spread['median']:.{digits}f} [{spread['min']:.{digits}f}, {spread['max']:.{digits}f}]"
 
 
 def _inflight(record: dict) -> str:
@@ -98,14 +116,6 @@ def _inflight(record: dict) -> str:
 def _peak(record: dict) -> str:
     above = record.get("batches_above_resident")
     return f"{record['peak_bytes'] / (1 << 30):.2f} GiB" + (f", {above:+.2f} batches" if above is not None else "")
-
-
-def _by_size(results: dict) -> dict[str, dict[str, str]]:
-    columns: dict[str, dict[str, str]] = {}
-    for way, rates in results.items():
-        for size, values in rates.items() if isinstance(rates, dict) else ():
-            columns.setdefault(size, {})[way] = f"{sorted(values)[len(values) // 2]:.1f}"
-    return columns
 
 
 def _cells(case: dict[str, dict], cell: Callable[[dict], str]) -> dict[str, str]:
@@ -121,8 +131,7 @@ def _failure(record: dict) -> str | None:
 
 def _grid(part: str, columns: list[tuple[str, dict[str, str]]], brief: bool) -> str:
     rows = dict.fromkeys(name for _, cells in columns for name in cells if not (brief and NOT_BRIEF.search(name)))
-    unit = {"link": "GiB/s, all devices", "inflight": "most batches on a device"}.get(part, "")
-    lines = ["| " + " | ".join([unit or part, *(heading for heading, _ in columns)]) + " |"]
+    lines = ["| " + " | ".join([UNITS.get(part, part), *(heading for heading, _ in columns)]) + " |"]
     lines.append("|" + "---|" * (len(columns) + 1))
     for name in rows:
         lines.append("| " + " | ".join([name, *(cells.get(name, "–") for _, cells in columns)]) + " |")
@@ -137,7 +146,7 @@ def _gpus(record: Record) -> str:
 
 def _measured_on(record: Record) -> str:
     about = record["environment"]
-    packages = ", ".join(f"{name} {about['versions'][name]}" for name in ("jax", "jaxlib", "flax", "grain", "numpy"))
+    packages = ", ".join(f"{name} {about['versions'][name]}" for name in PACKAGES if name in about["versions"])
     machine = about["gpus"][0] if about["gpus"] else about["platform"]
     return f"{machine}; {packages}, Python {about['versions']['python']}; {about['date'][:10]}."
 

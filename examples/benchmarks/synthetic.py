@@ -4,8 +4,9 @@
     state = synthetic.make_state(place)
     state, loss = step(state, batch)                        # the state is donated
 
-Batches have float32 leaves `(devices, values)`, so that nothing is exchanged between devices. The loops have a
-fixed length: one whose length is only known on the device would make the host wait in every step.
+Batches of `spec` have float32 leaves `(devices, values)`; the busy step takes any leaves that are split over the
+devices along their first axis. So nothing is exchanged between devices. The loops have a fixed length: one whose length
+is only known on the device would make the host wait in every step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def busy_step(length: int, place) -> Step:
     weights = draw(jax.random.key(1), (width, width), jnp.bfloat16) / width**0.5
 
     def step(state, batch, start, weights):
-        read = sum(leaf.reshape(len(leaf), -1)[:, 0] for leaf in batch.values())
+        read = sum(leaf.reshape(len(state), -1)[:, 0].astype(jnp.float32) for leaf in batch.values())
         matrix = start + (state + read).astype(jnp.bfloat16)[:, None, None]
         state = 0.5 * state + jnp.max(matrix @ weights, axis=(1, 2)).astype(jnp.float32)
         return state, 2 * state

@@ -16,28 +16,32 @@ import numpy as np
 import peers
 import pinned
 import timing
+import torch_peer
 from environment import Settings
 
 DTYPES = {"uint8": np.uint8, "float32": np.float32}
 Log = Callable[[str], None]
 
 
-def methods() -> list[peers.Method]:
-    """All methods in the order of a round; the resident loop comes several times, to be near each."""
+SECONDS = 170
+WORKERS = ("0", "4")
+"""Worker processes of PyTorch's loader: without them it pins the batches in the loop, with them in a thread."""
+
+
+def methods(torch: torch_peer.Torch, dtype: str, net: alexnet.Net, tiny: bool) -> list[peers.Method]:
+    """All methods in the order of a round; the resident loop comes twice, to be near each."""
     return [
         peers.resident(),
-        peers.ours("pinned"),
-        peers.ours("pinned", delete_used=True),
-        peers.ours("pinned", 3),
-        peers.resident(),
-        peers.ours("pinned", 3, delete_used=True),
-        peers.ours("pageable"),
-        peers.plain("pageable"),
+        *(peers.ours(how) for how in ("pageable", "read_into", "batched", "pinned")),
+        peers.plain(),
         peers.plain("pinned"),
-        peers.flax("pageable"),
-        peers.flax("pinned"),
-        peers.grain("pageable"),
+        peers.double_buffer(),
+        peers.resident(),
+        peers.flax(),
+        peers.grain(),
         peers.grain("pinned"),
+        peers.datarax(),
+        *(torch.train(how, dtype, net, tiny) for how in ("resident", *(("0", "1") if tiny else WORKERS))),
     ]
 
 
@@ -45,39 +49,49 @@ def synchronising_methods() -> list[peers.Method]:
     """The methods for a loop that waits for its loss in every step."""
     return [
         peers.resident(),
-        peers.ours("pinned"),
         peers.ours("pageable"),
-        peers.plain("pageable"),
+        peers.ours("pinned"),
+        peers.plain(),
         peers.plain("pinned"),
-        peers.flax("pageable"),
+        peers.flax(),
     ]
 
 
 def alexnet_part(settings: Settings, results: dict, log: Log) -> None:
     """Measures a loop that runs ahead, with uint8 and float32 images."""
-    for dtype in ["uint8"] if settings.tiny else DTYPES:
-        _contest(settings, dtype, methods(), results, log, sync=False)
+    net = _net(settings)
+    with torch_peer.started(settings.gpus) as torch:
+
+        def run(dtype: str, turns: timing.Turns) -> None:
+            _contest(settings, dtype, methods(torch, dtype, net, settings.tiny), turns, (results, log))
+
+        timing.share_out(["uint8"] if settings.tiny else list(DTYPES), settings.rounds, SECONDS, run)
 
 
 def sync_part(settings: Settings, results: dict, log: Log) -> None:
     """Measures a loop that waits for its loss in every step, with uint8 images."""
-    _contest(settings, "uint8", synchronising_methods(), results, log, sync=True)
+    turns = timing.Turns(settings.rounds, SECONDS)
+    _contest(settings, "uint8", synchronising_methods(), turns, (results, log), sync=True)
 
 
-def _contest(settings: Settings, dtype: str, contenders, results: dict, log: Log, sync: bool) -> None:
-    place = environment.place(settings.gpus)
-    net = alexnet.tiny() if settings.tiny else alexnet.full()
+def _contest(settings: Settings, dtype: str, contenders, turns: timing.Turns, to: tuple, sync: bool = False) -> None:
+    results, log = to
+    place, net = environment.place(settings.gpus), _net(settings)
     step = alexnet.train_step(net, place)
     with pinned.both(net.spec(DTYPES[dtype], settings.gpus), 4, place.client) as host:
         log(f"{dtype}: batches of {host['pinned'].nbytes / environment.MIB:.1f} MiB, pinned: {host['pinned'].pinned}")
         loop = timing.Loop(lambda: alexnet.make_state(net, place), step)
-        contest = timing.Contest(loop, place, host, settings.budget(), sync)
         about = {"batch_bytes": host["pinned"].nbytes // settings.gpus, "pinned": host["pinned"].pinned}
-        for _ in range(settings.rounds):
-            contest.round(contenders, lambda line: log(f"{dtype}: {line}"))
-            results[dtype] = about | contest.results()
-        results[dtype]["loss_is_finite"] = _loss_is_finite(loop)
-        contest.check()
+        contest = timing.Contest(timing.in_loop(loop, host, place, settings.budget(), sync), about)
+        try:
+            contest.run(dtype, contenders, turns, results, log)
+        finally:
+            if dtype in results:
+                results[dtype]["loss_is_finite"] = _loss_is_finite(loop)
+
+
+def _net(settings: Settings) -> alexnet.Net:
+    return alexnet.tiny() if settings.tiny else alexnet.full()
 
 
 def _loss_is_finite(loop: timing.Loop) -> bool:

@@ -1,9 +1,9 @@
 """Times methods against each other in interleaved rounds.
 
     loop = timing.Loop(make_state, step)
-    contest = timing.Contest(loop, place, host_batches, budget)
-    contest.round([peers.resident(), peers.plain("pageable"), peers.ours("pinned")], log=print)
-    contest.results()["methods"]["jaxprefetch, pinned, size 2"]["share"]["median"]
+    contest = timing.Contest(timing.in_loop(loop, host_batches, place, budget))
+    contest.run("uint8", [peers.resident(), peers.plain(), peers.ours("pinned")], Turns(3, 60), results, log=print)
+    results["uint8"]["methods"]["jaxprefetch, pinned, size 2"]["share"]["median"]
 
 A measurement takes the iterator through a warm-up that includes compilation, waits for the final state, and times the
 loop from there until its final state is ready, by the host's clock. So each is as far ahead at the end as at the start.
@@ -15,12 +15,16 @@ import itertools
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
-from environment import Budget
-from peers import Method
+from budget import Budget, measured
+from peers import Method, Unavailable
+
+GIB = 1 << 30
+Measure = Callable[[Method, float | None], dict]
+"""`(method, milliseconds of a step in the round before)` to a sample with its own "ms" and "steps"."""
 
 
 class Loop:
@@ -61,97 +65,180 @@ class Loop:
         return seconds
 
 
-@dataclass
-class Contest:
-    """Methods that feed the same loop, timed in turn.
+def in_loop(loop: Loop, host: dict, place, budget: Budget, sync: bool = False) -> Measure:
+    """Returns the measurement of a method that feeds `loop`.
 
-    Attributes:
-        loop: what they feed.
-        place: the devices.
+    Args:
+        loop: what is fed.
         host: the batches in "pinned" and "pageable" memory.
+        place: the devices.
         budget: steps of a measurement.
         sync: whether the loop waits for its loss in every step.
-        floor: seconds per step below which no method can come whatever it does; the share is taken of the larger of
-            this and the resident step.
+    """
+
+    def measure(method: Method, pace_ms: float | None) -> dict:
+        if method.measure:
+            return method.measure(budget, pace_ms)
+        try:
+            with method.open(host, place) as opened:
+                batches = iter(opened)
+                sample = measured(lambda count: loop.run(batches, count, sync), budget, pace_ms)
+                if hasattr(opened, "statistics"):
+                    sample["statistics"] = repr(opened.statistics())[:2000]
+                return sample
+        except BaseException:
+            loop.reset()
+            raise
+
+    return measure
+
+
+def without_step(batches: Iterator, budget: Budget, pace_ms: float | None) -> dict:
+    """Returns a sample of how fast batches come when nothing is done with them, until the last has landed."""
+
+    def run(count: int) -> float:
+        last, start = None, time.perf_counter()
+        for batch in itertools.islice(batches, count):
+            last = batch
+        jax.block_until_ready(last)
+        return time.perf_counter() - start
+
+    return measured(run, budget, pace_ms)
+
+
+@dataclass
+class Contest:
+    """Methods that are measured in turn.
+
+    Attributes:
+        measure: measures one of them.
+        about: what else belongs to the results.
+        floor_ms: milliseconds of a step below which no method can come whatever it does; the share is taken of the
+            larger of this and the step of the method's base.
+        nbytes: bytes of a batch, all devices together; rates are told where it is given.
         rounds: what was measured, by round and method.
-        missing: what is not installed, by method.
+        bases: the method of which the share is taken, by method.
+        missing: what is not to be had here, by method.
         errors: what failed, by method.
         failed: which of them are ours.
     """
 
-    loop: Loop
-    place: object
-    host: dict
-    budget: Budget
-    sync: bool = False
-    floor: float = 0.0
+    measure: Measure
+    about: dict = field(default_factory=dict)
+    floor_ms: float = 0.0
+    nbytes: int | None = None
     rounds: list[dict[str, list[dict]]] = field(default_factory=list)
+    bases: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
+    def run(self, name: str, methods: list[Method], turns: Turns, results: dict, log: Callable[[str], None]) -> None:
+        """Measures rounds while there are turns; after each, `results[name]` is what is known so far.
+
+        Raises:
+            RuntimeError: our own method failed; a peer that fails is a result.
+        """
+        for _ in turns:
+            self.round(methods, lambda line: log(f"{name}: {line}"))
+            results[name] = self.about | {"methods": self._summary(), "rounds": self.rounds}
+        if self.failed:
+            raise RuntimeError("; ".join(f"{name}: {method}: {self.errors[method]}" for method in self.failed))
+
     def round(self, methods: list[Method], log: Callable[[str], None]) -> None:
         """Measures every method once; every other round goes in the opposite order.
 
-        The resident loop may be listed more than once: the shares of a round are of the median of its measurements.
+        A base may be listed more than once: the shares of a round are of the median of its measurements.
         """
-        number, measured = len(self.rounds), {}
-        self.rounds.append(measured)
+        number, samples = len(self.rounds), {}
         for method in methods if number % 2 == 0 else reversed(methods):
+            self.bases[method.name] = method.base
             if method.name in self.errors or method.name in self.missing:
                 continue
-            sample = self._measure(method)
+            sample = self._try(method)
             if sample:
-                measured.setdefault(method.name, []).append(sample)
+                samples.setdefault(method.name, []).append(sample)
                 log(f"round {number + 1}: {method.name}: {sample['ms']:.3f} ms in {sample['steps']} steps")
+            else:
+                log(f"{method.name}: {self.missing.get(method.name) or self.errors[method.name]}")
+        self.rounds.append(samples)
 
-    def _measure(self, method: Method) -> dict | None:
+    def _try(self, method: Method) -> dict | None:
+        known = [sample["ms"] for samples in self.rounds for sample in samples.get(method.name, [])]
         try:
-            with method.open(self.host, self.place) as opened:
-                return self._time(iter(opened), opened)
+            return self.measure(method, known[-1] if known else None)
+        except Unavailable as error:
+            self.missing[method.name] = str(error)
         except ImportError as error:
             self.missing[method.name] = f"not installed: {error}"
         except Exception as error:
             self.errors[method.name] = "".join(traceback.format_exception_only(error)).strip()
-            self.loop.reset()
             if method.is_ours:
                 self.failed.append(method.name)
                 traceback.print_exc()
         return None
 
-    def _time(self, batches: Iterator, opened: Iterable) -> dict:
-        self.loop.run(batches, 3, self.sync)  # compiles for the batch's sharding
-        pace = self.loop.run(batches, self.budget.least // 2 + 1, self.sync) / (self.budget.least // 2 + 1)
-        steps = self.budget.count(pace)
-        self.loop.run(batches, steps // 8, self.sync)
-        seconds = self.loop.run(batches, steps, self.sync)
-        sample = {"ms": 1e3 * seconds / steps, "steps": steps}
-        if hasattr(opened, "statistics"):
-            sample["statistics"] = repr(opened.statistics())[:2000]
-        return sample
-
-    def results(self) -> dict[str, object]:
-        """Returns milliseconds per step and share of what is possible for each method, and all that was measured."""
-        return {"methods": self._summary(), "rounds": self.rounds}
-
-    def check(self) -> None:
-        """Raises RuntimeError where our own method failed; a peer that fails is a result."""
-        if self.failed:
-            raise RuntimeError("; ".join(f"{name}: {self.errors[name]}" for name in self.failed))
-
     def _summary(self) -> dict[str, dict]:
-        names = dict.fromkeys(name for measured in self.rounds for name in measured)
-        table: dict[str, dict] = {name: self._summarise(name) for name in names}
-        table |= {name: {"error": text} for name, text in self.errors.items()}
-        return table | {name: {"unavailable": text} for name, text in self.missing.items()}
+        def about(name: str) -> dict:
+            if name in self.missing:
+                return {"unavailable": self.missing[name]}
+            return {"error": self.errors[name]} if name in self.errors else self._summarise(name)
+
+        return {name: about(name) for name in self.bases}
 
     def _summarise(self, name: str) -> dict:
-        times = [sample["ms"] for measured in self.rounds for sample in measured.get(name, [])]
-        shares = []
-        for measured in self.rounds:
-            best = [sample["ms"] for sample in measured.get("resident", [])]
-            shares += [max(median(best), 1e3 * self.floor) / s["ms"] for s in measured.get(name, []) if best]
-        return {"ms": spread(times), "share": spread(shares)}
+        times, shares, added = [], [], []
+        for samples in self.rounds:
+            times += (own := [sample["ms"] for sample in samples.get(name, [])])
+            if base := [sample["ms"] for sample in samples.get(self.bases[name], [])]:
+                best = max(median(base), self.floor_ms)
+                shares += [best / ms for ms in own]
+                added += [ms - best for ms in own]
+        found = {"ms": spread(times), "share": spread(shares), "added_ms": spread(added)}
+        return found | ({"gib_s": spread([1e3 * self.nbytes / GIB / ms for ms in times])} if self.nbytes else {})
+
+
+@dataclass(frozen=True)
+class Turns:
+    """At most `rounds`, and fewer where another one as long as the last would not end within `seconds`."""
+
+    rounds: int
+    seconds: float
+
+    def __iter__(self) -> Iterator[int]:
+        start, last = time.perf_counter(), 0.0
+        for number in range(self.rounds):
+            began = time.perf_counter()
+            if number and began - start + last > self.seconds:
+                print(f"no time for more than {number} of {self.rounds} rounds", flush=True)
+                return
+            yield number
+            last = time.perf_counter() - began
+            if number == 0:
+                last /= 2  # it compiled
+
+
+def share_out(cases: Sequence, rounds: int, seconds: float, run: Callable[[object, Turns], None]) -> None:
+    """Runs every case; what one leaves of the time goes to those after it.
+
+    Args:
+        cases: what `run` takes.
+        rounds: for each.
+        seconds: for all of them; at least one round is measured of each.
+        run: measures a case while there are turns.
+
+    Raises:
+        RuntimeError: some cases raised it; all were run.
+    """
+    failures, deadline = [], time.perf_counter() + seconds
+    for done, case in enumerate(cases):
+        left = deadline - time.perf_counter()
+        try:
+            run(case, Turns(rounds, left / (len(cases) - done)))
+        except RuntimeError as error:
+            failures.append(str(error))
+    if failures:
+        raise RuntimeError("; ".join(failures))
 
 
 def median(values: Iterable[float]) -> float:
