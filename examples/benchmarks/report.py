@@ -95,7 +95,7 @@ def _share(record: dict) -> str:
 
 
 def _added(record: dict) -> str:
-    return f"{_number(record['added_ms'])}, share {record['share']['median']:.2f}"
+    return f"{_number(record['added_ms'])}, share {record['share']['median']:.2f}" if record["share"] else "?"
 
 
 def _rate(record: dict) -> str:

@@ -134,14 +134,16 @@ class Contest:
     failed: list[str] = field(default_factory=list)
 
     def run(self, name: str, methods: list[Method], turns: Turns, results: dict, log: Callable[[str], None]) -> None:
-        """Measures rounds while there are turns; after each, `results[name]` is what is known so far.
+        """Measures rounds while there are turns; `results[name]` is what is known, however it ends.
 
         Raises:
             RuntimeError: our own method failed; a peer that fails is a result.
         """
-        for _ in turns:
-            self.round(methods, lambda line: log(f"{name}: {line}"))
-            results[name] = self.about | {"methods": self._summary(), "rounds": self.rounds}
+        try:
+            for _ in turns:
+                self.round(methods, lambda line: log(f"{name}: {line}"))
+        finally:  # also when the time is up within a round
+            results[name] = self._results()
         if self.failed:
             raise RuntimeError("; ".join(f"{name}: {method}: {self.errors[method]}" for method in self.failed))
 
@@ -151,17 +153,17 @@ class Contest:
         A base may be listed more than once: the shares of a round are of the median of its measurements.
         """
         number, samples = len(self.rounds), {}
+        self.rounds.append(samples)
         for method in methods if number % 2 == 0 else reversed(methods):
-            self.bases[method.name] = method.base
             if method.name in self.errors or method.name in self.missing:
                 continue
             sample = self._try(method)
+            self.bases[method.name] = method.base
             if sample:
                 samples.setdefault(method.name, []).append(sample)
                 log(f"round {number + 1}: {method.name}: {sample['ms']:.3f} ms in {sample['steps']} steps")
             else:
                 log(f"{method.name}: {self.missing.get(method.name) or self.errors[method.name]}")
-        self.rounds.append(samples)
 
     def _try(self, method: Method) -> dict | None:
         known = [sample["ms"] for samples in self.rounds for sample in samples.get(method.name, [])]
@@ -177,6 +179,9 @@ class Contest:
                 self.failed.append(method.name)
                 traceback.print_exc()
         return None
+
+    def _results(self) -> dict:
+        return self.about | {"methods": self._summary(), "rounds": self.rounds}
 
     def _summary(self) -> dict[str, dict]:
         def about(name: str) -> dict:
