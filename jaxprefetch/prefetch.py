@@ -10,17 +10,18 @@ Synopsis:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, TypeVar
 
 from jaxprefetch.arguments import integer, parse_bytes
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
 from jaxprefetch.host.batching import MODES, Mode
+from jaxprefetch.host.memory import default_host_bytes
 from jaxprefetch.host.source import Source
 from jaxprefetch.layout import KeepOnHost, StagingOptions
 from jaxprefetch.prefetcher import DevicePrefetcher
-from jaxprefetch.staging import Stager
+from jaxprefetch.staging import stager
 
 T = TypeVar("T")
 
@@ -35,16 +36,17 @@ def prefetch_to_device(
     max_host_bytes: int | str | None = None,
     keep_on_host: KeepOnHost = None,
     last_batch: Mode = "error",
-    mask_key: str = "mask",
+    mask_key: Hashable = "mask",
     batch_axis: int = 0,
     delete_used: bool = False,
     fresh_buffers: bool | None = None,
 ) -> DevicePrefetcher[T]:
     """Batches of `source`, already on their devices, with the copy hidden behind the step before.
 
-    A thread pulls batches and copies them to host memory of our own, so nothing delivered changes later. `next()` puts
-    the batch after the one it returns, before it returns it: a device does not start a copy into new memory before the
-    steps that are queued have ended, so a copy that is put after the step is dispatched would not overlap with it.
+    A thread pulls batches and copies them to host memory of our own (several threads do, where a batch is large and the
+    machine has cores to spare), so nothing delivered changes later. `next()` puts the batch after the one it returns,
+    before it returns it: a device does not start a copy into new memory before the steps that are queued have ended, so
+    a copy that is put after the step is dispatched would not overlap with it.
 
     Args:
         source: any iterable of batches (pytrees). Each pass yields what a `for` loop over it yields. The thread alone
@@ -60,23 +62,26 @@ def prefetch_to_device(
             released. At least two batches must fit, one with `delete_used`.
         host_size: batches pulled and not yet put. 0 pulls on the calling thread, without a thread: the first `next()`
             pulls `size` batches, each later one pulls one, and blocks as long as that takes.
-        max_host_bytes: the most bytes of host memory for batches that have not landed; one always gets through.
+        max_host_bytes: the most bytes of host memory for batches that have not landed; one always gets through. None:
+            a quarter of what is free now. On a GPU it is pinned memory, reused from batch to batch.
         keep_on_host: leaves that are delivered as they are: paths (`"meta/name"`, also of whole subtrees) or a function
-            `(path, leaf) -> bool`. Strings and other objects need it.
+            `(path, leaf) -> bool`. Strings and other objects need it. Arrays of any library and writable buffers among
+            them are copied, as the same type where that can be; other objects are handed on themselves.
         last_batch: `"error"` refuses a batch whose rows do not divide over the devices and delivers all others.
             `"drop"` leaves out a last batch with fewer rows than batch 0. `"pad"` gives every batch the rows of batch
             0, rounded up to the devices and filled with zeros, and a boolean mask of the real ones: at `mask_key` of a
-            dict batch, else the batch becomes `(batch, mask)`.
-        mask_key: where `"pad"` puts the mask in dict batches.
+            dict, OrderedDict or defaultdict, else the batch becomes `(batch, mask)`.
+        mask_key: where `"pad"` puts the mask in dict batches; sorts among their keys.
         batch_axis: the axis of rows.
         delete_used: batch k is deleted when batch k+1 is asked for: one batch of device memory less. Loops that look
             back must not use it. Arrays that the source made itself are never deleted.
-        fresh_buffers: True promises that the source never writes to a leaf again, nor yields its memory twice: leaves
-            are then sent, and kept ones handed on, without a copy. None promises nothing.
+        fresh_buffers: True promises that the source never writes to a leaf again, nor yields its memory twice: kept
+            leaves are then handed on without a copy, and others sent so where that is no slower (on a GPU: from pinned
+            memory). Leaves of one batch that share memory are still copied. None promises nothing.
 
     Returns:
         An iterator and context manager. Leaves are `jax.Array`; 64-bit types follow JAX's x64 setting as it is now;
-        Python numbers stay weakly typed; arrays that the source made itself are passed, or moved where they must be.
+        64-bit floats beyond the range of 32 bits become infinite. Python numbers stay weakly typed; arrays that the source made itself are passed, or moved where they must be.
         Iterating again after the end begins a new pass, if the source is no iterator; after a `break` it goes on where
         the loop stopped.
 
@@ -94,11 +99,12 @@ def prefetch_to_device(
         raise ValueError(f"last_batch: expected one of {', '.join(map(repr, MODES))}, got {last_batch!r}.")
     options = StagingOptions(keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers)
     placement = Placement(sharding)
+    max_host_bytes = parse_bytes("max_host_bytes", max_host_bytes) or default_host_bytes()
     return DevicePrefetcher(
         Source(source),
-        Stager(placement, options),
+        stager(placement, options, max_host_bytes),
         functools.partial(Window, size, delete_used=bool(delete_used), max_bytes=parse_bytes("max_bytes", max_bytes)),
         placement,
         host_size=host_size,
-        max_host_bytes=parse_bytes("max_host_bytes", max_host_bytes),
+        max_host_bytes=max_host_bytes,
     )

@@ -137,7 +137,8 @@ class DevicePrefetcher(Generic[T]):
 
         Raises:
             ValueError: there is no first batch: the source is empty, or the prefetcher was closed before.
-            Exception: what the source, or staging, raised instead of it.
+            Exception: what the source, or staging, raised instead of it; what a node of the batch raises that refuses
+                `jax.ShapeDtypeStruct` for its leaves, as it would under `jax.eval_shape`.
         """
         if self._stager.element_spec is None and self._is_free():
             with self._turn:
@@ -189,6 +190,7 @@ class DevicePrefetcher(Generic[T]):
             with self._turn:
                 self._end_pass()
                 self._feed.clear()
+                self._stager.close()
                 self._undelivered = _NOTHING
 
     def _begin_pass(self) -> None:

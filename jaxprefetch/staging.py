@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxprefetch.device.pinning import Pinning
 from jaxprefetch.device.placement import Placement, Target
 from jaxprefetch.device.plan import LeafPlan, Plan
 from jaxprefetch.errors import add_note
@@ -26,14 +27,15 @@ from jaxprefetch.host.leaves import (
     Separate,
     as_host,
     check_range,
-    copy_aligned,
     copy_kept,
     fetch,
     is_number,
     leaf_paths,
     memory_of,
     plain,
+    zero_beyond,
 )
+from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
 from jaxprefetch.layout import Layout, StagingOptions, Structure
 from jaxprefetch.recent import Recent
 
@@ -46,12 +48,40 @@ class Staged:
 
     leaves: list[Any]
     plan: Plan
+    slot: Slot | Fresh
+
+
+def stager(placement: Placement, options: StagingOptions, max_host_bytes: int | None) -> Stager:
+    """A stager with the host memory that its devices are best fed from."""
+    if any(device.platform == "cpu" for device in placement.devices):  # what was put is read there for good
+        return Stager(placement, options)
+    pinning = Pinning.of(placement.devices)
+    if pinning is None:
+        return Stager(placement, options, Slots(max_bytes=max_host_bytes))
+    slots = Slots(register=pinning.register, max_bytes=max_host_bytes)
+    return Stager(placement, options, slots, pinning.is_sent_directly)
 
 
 class Stager:
-    """Stages batches in order. Used by one thread at a time."""
+    """Stages batches in order. Used by one thread at a time.
 
-    def __init__(self, placement: Placement, options: StagingOptions):
+    Args:
+        placement: where leaves go.
+        options: how.
+        memory: gives the host memory from which they are sent.
+        sent_directly: whether an array that nobody writes to again is best sent from where it lies.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        options: StagingOptions,
+        memory: Slots | FreshMemory | None = None,
+        sent_directly: Callable[[np.ndarray], bool] = lambda leaf: True,
+    ):
+        self._memory = memory or FreshMemory()
+        self._copier = self._memory.copier
+        self._sent_directly = sent_directly
         self._placement = placement
         self._options = options
         names = options.keep_on_host or ()
@@ -66,6 +96,10 @@ class Stager:
     def element_spec(self) -> Any:
         """Of the first batch; None before it."""
         return None if self._first is None else self._first.element_spec
+
+    def close(self) -> None:
+        """Gives up the host memory that is free; the rest goes when its batches do."""
+        self._memory.clear()
 
     def begin_pass(self) -> None:
         """Batch numbers and the rows to compare with start again."""
@@ -152,33 +186,56 @@ class Stager:
     def _own(self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int) -> Staged:
         """Host memory of our own for every leaf that needs it."""
         out: list[Any] = []
+        copied: list[int] = []
         separate = Separate()
-        for i, leaf_plan in zip(order, plan.leaves, strict=True):
-            leaf = leaves[i] if i < len(leaves) else np.arange(leaf_plan.shape[0]) < rows
+        for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
+            leaf = leaves[at] if at < len(leaves) else np.arange(leaf_plan.shape[0]) < rows
             if leaf_plan.target is None:
                 leaf = self._kept_leaf(leaf, separate)
             elif leaf_plan.made:
-                leaf = self._made(leaf, leaf_plan, number, separate)
+                leaf = self._checked(leaf, leaf_plan, number)
+                if not is_number(leaf) and not self._goes_as_it_is(leaf, leaf_plan, separate):
+                    copied.append(i)
             out.append(leaf)
-        return Staged(out, plan)
+        slot = self._memory.take(plan.host_bytes) if copied else Fresh()
+        try:
+            self._copy(plan, out, copied, slot)
+        except BaseException:
+            slot.free()
+            raise
+        return Staged(out, plan, slot)
+
+    def _copy(self, plan: Plan, leaves: list[Any], which: Sequence[int], slot: Slot | Fresh) -> None:
+        pairs = []
+        for i in which:
+            leaf, leaf_plan = leaves[i], plan.leaves[i]
+            leaves[i] = slot.view(plan.offsets[i], leaf_plan.dtype, leaf_plan.shape)
+            pairs.append((zero_beyond(leaves[i], leaf.shape), leaf))
+        self._copier.copy(pairs)
 
     def _kept_leaf(self, leaf: Any, separate: Separate) -> Any:
         if self._options.fresh_buffers and ((memory := memory_of(leaf)) is None or separate.claims(memory)):
             return leaf
         return copy_kept(leaf)
 
-    def _made(self, leaf: Any, plan: LeafPlan, number: int, separate: Separate) -> Any:
+    def _checked(self, leaf: Any, plan: LeafPlan, number: int) -> Any:
+        """The leaf as an array or a number, whose values fit where they go."""
         if type(leaf) is np.ndarray and leaf.dtype == plan.dtype:
-            if self._options.fresh_buffers and leaf.shape == plan.shape and separate.claims(leaf):
-                return leaf
-            return copy_aligned(leaf, plan.dtype, plan.shape)
-        where = f"Batch {number}, leaf {plan.path}"
-        if is_number(leaf):
-            check_range(leaf, plan.dtype, where)
             return leaf
+        where = f"Batch {number}, leaf {plan.path}"
         leaf = fetch(leaf, where) if isinstance(leaf, jax.Array) else leaf
         check_range(leaf, plan.dtype, where)
-        return copy_aligned(leaf, plan.dtype, plan.shape)
+        return leaf
+
+    def _goes_as_it_is(self, leaf: np.ndarray, plan: LeafPlan, separate: Separate) -> bool:
+        """Whether a leaf that nobody writes to again is sent from where it lies: a copy would not be quicker."""
+        return (
+            bool(self._options.fresh_buffers)
+            and leaf.dtype == plan.dtype
+            and leaf.shape == plan.shape
+            and self._sent_directly(leaf)
+            and separate.claims(leaf)
+        )
 
 
 def _signature(leaf: Any) -> Any:

@@ -55,9 +55,12 @@ def test_reader_stays_host_size_ahead_of_the_window(size, host_size, monkeypatch
 
 
 def test_max_host_bytes_holds_the_reader_back(monkeypatch):
-    """Batches wait on the host within `max_host_bytes`; the reader has one more in its hands and pulls no other."""
+    """Batches wait on the host within `max_host_bytes`; the reader has one more in its hands and pulls no other.
+
+    Each takes 64 bytes, for leaves start at multiples of these.
+    """
     watch, source = Watch(monkeypatch), Counted()
-    with prefetch_to_device(source, host_size=8, max_host_bytes=2 * batch(0)["x"].nbytes) as batches:
+    with prefetch_to_device(source, host_size=8, max_host_bytes=2 * 64) as batches:
         batches.start_prefetch()
         watch.wait_reader_idle()
         assert source.pulled == 3

@@ -247,3 +247,16 @@ def test_element_spec_of_kept_leaves() -> None:
     assert (spec["keys"].shape, spec["keys"].dtype) == ((3,), keys.dtype)
     assert spec["name"] is str
     assert out["keys"] is keys
+
+
+def test_an_array_that_dies_between_the_put_and_the_hand_out_is_an_error_there() -> None:
+    """The same array in every batch of a loop that donates it is an error at the second batch, which names the leaf."""
+    array = jax.numpy.arange(4.0)
+    taken = []
+    with prefetch_to_device([{"x": array}] * 4) as batches:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="Batch 1, leaf x: the source has deleted or donated"):
+                for batch in batches:
+                    taken.append(batch)
+                    batch["x"].delete()
+    assert len(taken) == 1

@@ -25,7 +25,8 @@ from jaxprefetch.device.context import Device
 from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.device.link import link_speed
 from jaxprefetch.device.plan import Plan
-from jaxprefetch.device.staged import Issued, StagedBatch, Staging
+from jaxprefetch.device.shortage import is_out_of_memory, no_room, refusal
+from jaxprefetch.device.staged import Issued, Sending, StagedBatch, Staging
 from jaxprefetch.device.times import LoopTimes
 from jaxprefetch.device.window import Window
 from jaxprefetch.errors import add_note
@@ -56,7 +57,7 @@ class Feed:
         self._issued: dict[int, Issued] = {}
         self._devices: dict[Device, None] = {}  # all that were ever used, in order
         self._fences: OrderedDict[int, Any] = OrderedDict()
-        self._landed = 0  # bytes of host memory of the pass's batches that have landed
+        self._sending = Sending()
         self._traceback: Any = None
 
     def begin_pass(self, staging: Staging) -> None:
@@ -64,7 +65,7 @@ class Feed:
         if self.window.ended:
             self.window.restart()
         self.first, self._staging, self._items = self.window.issued, staging, staging.items
-        self._landed = 0
+        self._sending.begin_pass()
         self.times.begin_pass()
 
     def next(self) -> Any:
@@ -102,7 +103,7 @@ class Feed:
                 seen = self.times.source_ns == waited_for_source
                 self._await_staged(number, time.perf_counter() - started, step_seen=seen)
             else:
-                self._no_room(number)
+                self._fail(no_room(window, number - self.first))
         raise StopIteration
 
     def peek(self) -> None:
@@ -116,6 +117,7 @@ class Feed:
         """Drops what was not handed out; the consumer's batch stays as it is."""
         self._items.clear()
         self._issued.clear()
+        self._sending.begin_pass()
         self._fences.clear()
         if self.error is not None:
             self.error.with_traceback(self._traceback)  # without the frames of the loop, which hold its batches
@@ -159,9 +161,7 @@ class Feed:
                 array.delete()
         self.window.settled(number, disposed=not landed)
         del self._issued[number]
-        if number >= self.first:  # else its reader is gone
-            self._landed += issued.plan.host_bytes
-            self._give_room()
+        self._free_landed()
         if failure is not None:
             self._fail(failure)  # what is on its way comes first
 
@@ -176,6 +176,7 @@ class Feed:
             self._refused(number, error)
             return
         self._issued[number] = Issued(staged.plan, leaves)
+        self._sending.add(number, staged.slot, staged.plan.host_bytes)
         self._devices.update(dict.fromkeys(staged.plan.cost))
         self.window.issue()
         self._items.pop(number - self.first, None)
@@ -189,18 +190,10 @@ class Feed:
 
     def _refused(self, number: int, error: Exception) -> None:
         """Out of memory: once more when the batch is needed. Anything else ends the pass at this batch."""
-        out_of_memory, batch = "RESOURCE_EXHAUSTED" in str(error), number - self.first
-        if out_of_memory and not self.window.refused:
+        if is_out_of_memory(error) and not self.window.refused:
             self.window.refuse()
             return
-        note = f"jaxprefetch: raised when batch {batch} was put on its devices"
-        if out_of_memory:
-            need, held = self.window.shortage()
-            note = (
-                f"jaxprefetch: batch {batch} needs {need:,} bytes on a device beside the {held:,} of batches in "
-                "flight. Take smaller batches, a smaller size=, or delete_used=True."
-            )
-        add_note(error, note)
+        add_note(error, refusal(self.window, number - self.first, error))
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -228,6 +221,11 @@ class Feed:
         with self.times.waiting_for_room("landing"):
             jax.block_until_ready(later[0].made if later else put_marker(tuple(self._devices)))
         self.window.proved(number)
+        self._free_landed()
+
+    def _free_landed(self) -> None:
+        self._sending.free(self.window.has_landed)
+        self._give_room()
 
     def _await_source(self, number: int) -> None:
         with self.times.waiting_for_source():
@@ -249,7 +247,7 @@ class Feed:
         return news
 
     def _give_room(self) -> None:
-        self._staging.give_room(self.window.issued - self.first, self._landed)
+        self._staging.give_room(self.window.issued - self.first, self._sending.landed)
 
     def _await_staged(self, number: int, waited: float, *, step_seen: bool) -> None:
         """Looks whether the device would go idle, else waits a little for the source."""
@@ -261,6 +259,7 @@ class Feed:
             news = True
         if have_landed(self._issued[number].made):
             self.window.landed(number)
+            self._free_landed()
             news = True
         if news:
             return
@@ -269,6 +268,11 @@ class Feed:
 
     def _hand_out(self, number: int) -> Any:
         issued, window = self._issued[number], self.window
+        try:
+            issued.plan.check_alive(issued.leaves, number - self.first)
+        except ValueError as error:
+            self._fail(error)
+            raise
         batch = jax.tree_util.tree_unflatten(issued.plan.treedef, issued.leaves)  # runs code of registered nodes
         starved = window.issued < number + window.size and not window.staged and not window.ended
         self.times.hand_out(issued.plan.most, starved=starved)
@@ -283,16 +287,6 @@ class Feed:
         if self.error is not None:
             raise self.error.with_traceback(self._traceback)  # as it was first seen: it does not grow each time
         raise StopIteration
-
-    def _no_room(self, number: int) -> None:
-        need, held = self.window.shortage()
-        cap = self.window.max_bytes
-        error = ValueError(
-            f"Batch {number - self.first} needs {need:,} bytes on a device, {held:,} are held by the batch that the "
-            f"loop uses, and max_bytes is {cap:,}. One batch must fit with delete_used=True, two without: raise "
-            "max_bytes, pass delete_used=True, or take smaller batches."
-        )
-        self._fail(error)
 
     def _ends_with(self, error: BaseException | None) -> None:
         self.error = error

@@ -27,6 +27,9 @@ from jaxprefetch.errors import KEEP, add_note, deleted
 
 Cost = dict[Device, int]
 
+HOST_ALIGNMENT = 64
+"""Bytes between the starts of leaves in host memory."""
+
 _STANDARD = {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 _STANDARD |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
@@ -58,7 +61,8 @@ class Plan:
     leaves: tuple[LeafPlan, ...]
     cost: Cost
     most: int  # bytes on the fullest device
-    host_bytes: int  # of the leaves in `made`
+    offsets: dict[int, int]  # where in host memory the leaves in `made` are sent from
+    host_bytes: int  # of these, with what lies between them
     foreign: tuple[int, ...]
     made: tuple[int, ...]
     largest: int | None  # of the leaves in `made`
@@ -74,12 +78,18 @@ class Plan:
         placed = {i: leaf.target.sharding for i, leaf in enumerate(leaves) if leaf.target and leaf.target.committed}
         loose = tuple(i for i, leaf in enumerate(leaves) if leaf.made and i not in placed)
         made = tuple(i for i, leaf in enumerate(leaves) if leaf.made)
+        offsets, host_bytes = {}, 0
+        for i in made:
+            offsets[i] = host_bytes
+            nbytes = math.prod(leaves[i].shape) * leaves[i].dtype.itemsize
+            host_bytes += -(-nbytes // HOST_ALIGNMENT) * HOST_ALIGNMENT
         return cls(
             treedef=treedef,
             leaves=leaves,
             cost=cost,
             most=max(cost.values(), default=0),
-            host_bytes=sum(math.prod(leaves[i].shape) * leaves[i].dtype.itemsize for i in made),
+            offsets=offsets,
+            host_bytes=host_bytes,
             foreign=tuple(i for i, leaf in enumerate(leaves) if leaf.foreign),
             made=made,
             largest=max(made, key=lambda i: sum(leaves[i].cost.values()), default=None),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,14 @@ class StagedBatch(Protocol):
     def leaves(self) -> list[Any]: ...
     @property
     def plan(self) -> Plan: ...
+    @property
+    def slot(self) -> HostMemory: ...
+
+
+class HostMemory(Protocol):
+    """Where a batch is sent from; freed once all of it has landed."""
+
+    def free(self) -> None: ...
 
 
 class Staging(Protocol):
@@ -29,6 +37,34 @@ class Staging(Protocol):
     def wait(self, number: int, timeout: float | None) -> bool: ...
     def give_room(self, issued: int, landed: int) -> None: ...
     def cancel(self) -> None: ...
+
+
+class Sending:
+    """Host memory that copies may still be read from, by batch.
+
+    Attributes:
+        landed: bytes of this pass's batches that have been freed.
+    """
+
+    def __init__(self) -> None:
+        self.landed = 0
+        self._memory: dict[int, tuple[HostMemory, int]] = {}
+
+    def begin_pass(self) -> None:
+        """What is read still, of the last pass, goes when its arrays do."""
+        self._memory, self.landed = {}, 0
+
+    def add(self, number: int, memory: HostMemory, nbytes: int) -> None:
+        """This batch has been put."""
+        self._memory[number] = memory, nbytes
+
+    def free(self, has_landed: Callable[[int], bool]) -> None:
+        """Leaves the memory of batches that have landed to others: nothing weaker shows that nothing reads there."""
+        for number in [number for number in self._memory if has_landed(number)]:
+            memory, nbytes = self._memory[number]
+            memory.free()
+            self.landed += nbytes
+            del self._memory[number]
 
 
 @dataclass(slots=True)

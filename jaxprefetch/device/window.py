@@ -5,7 +5,7 @@ staged, has been issued, has landed; a fence is done; the source has ended) and 
 
     window = Window(size=2)
     window.stage({"gpu:0": 1024})
-    window.call()                       # next(0) has been called
+    window.call()                       # next(0)
     window.decide()                     # Action(do=Do.ISSUE, batch=0)
     window.issue()
     window.decide()                     # Action(do=Do.HAND_OUT, batch=0)
@@ -27,8 +27,8 @@ where memory is not handed out in compute order (`released_by="fence"`) and for 
 donated, also the fence of its step has to be done. What follows: at most `size` batches in flight with `delete_used`,
 `size + 1` without, because the consumer's variable holds k-1 until `next(k)` returns.
 
-A Ctrl-C may strike in any call. So a fact is worked out first and then written by assignments with no call between
-them; told again, it changes nothing.
+A Ctrl-C may strike in any call. So a fact is worked out first, then written without a call between; told again, it
+changes nothing.
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ class Window:
         """Batches that are not charged any more."""
         return self.issued - len(self._flight.batches)
 
+    def has_landed(self, number: int) -> bool:
+        """Whether all copies of this batch are known to be done."""
+        batch = self._flight.batches.get(number)
+        return number < self.issued and (batch is None or batch.landed)
+
     def cost_of(self, number: int) -> Cost:
         """Bytes of a batch in flight, by device."""
         return self._flight.batches[number].cost
@@ -185,9 +190,8 @@ class Window:
 
     def settled(self, number: int, *, disposed: bool = False) -> None:
         """The consumer is past this batch: it has landed, or some of it was deleted or donated (`disposed`)."""
-        self._legal(
-            self._calling and number == self._settled < self.taken, "batch %d is not the next to settle", number
-        )
+        its_turn = self._calling and number == self._settled < self.taken
+        self._legal(its_turn, "batch %d is not the next to settle", number)
         batch = self._flight.batches.get(number)
         if batch is not None:  # else it was told before
             batch.disposed = disposed

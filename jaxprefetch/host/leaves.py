@@ -3,14 +3,13 @@
 Synopsis:
 
     leaf = as_host(leaf, "Batch 3, leaf image")       # an array, a Python number or a jax.Array; else an error
-    owned = copy_aligned(leaf, dtype, shape)          # from here on nobody else writes to it
+    np.copyto(zero_beyond(out, leaf.shape), leaf)     # rows that the leaf lacks are zero
 """
 
 from __future__ import annotations
 
 import bisect
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprefetch.errors import KEEP, add_note, deleted
-
-ALIGNMENT = 64
-"""Bytes. XLA's CPU client aliases host memory with this alignment, so no second copy is made there."""
 
 
 def is_number(leaf: Any) -> bool:
@@ -171,22 +167,10 @@ class Separate:
         return True
 
 
-def copy_aligned(leaf: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
-    """A fresh contiguous copy; where `shape` is larger than the leaf's, the rest is zero."""
-    out = whole = _empty_aligned(shape, dtype)
-    if tuple(shape) != leaf.shape:
-        whole[...] = np.zeros((), dtype)
-        out = whole[tuple(slice(n) for n in leaf.shape)]
-    if leaf.dtype == dtype:
-        np.copyto(out, leaf)
-    else:
-        with np.errstate(all="ignore"):  # 64-bit floats that are too large become infinite, whatever NumPy says then
-            np.copyto(out, leaf, casting="unsafe")
-    return whole
-
-
-def _empty_aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(tuple(shape))
+def zero_beyond(out: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """The part of `out` that takes an array of this shape; the rest is made zero."""
+    if out.shape == tuple(shape):
+        return out
+    for axis, n in enumerate(shape):
+        out[(*(slice(None),) * axis, slice(n, None))] = np.zeros((), out.dtype)
+    return out[tuple(slice(n) for n in shape)]

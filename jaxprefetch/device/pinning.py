@@ -1,0 +1,88 @@
+"""Host memory that the driver knows: a GPU copies from it by itself, at the speed of the link.
+
+Synopsis:
+
+    pinning = Pinning.of(devices)              # None where host memory is not registered (CPU)
+    unregister = pinning.register(address, nbytes)
+
+`dma_map` is a call of the client that JAX does not document (jaxlib 0.10.2 and later), so it is looked for here and
+nowhere else; without it the memory stays pageable, and JAX copies it once more, on one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jaxlib.version
+import numpy as np
+
+from jaxprefetch.device.context import Device
+
+GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+_SENDS_ANY_PINNED = jaxlib.version.__version_info__ >= (0, 11, 0)  # before, only what the client itself has registered
+_HOST_MEMORY, _MEMORY_TYPE = 1, 2  # CU_MEMORYTYPE_HOST, CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+
+
+class Pinning:
+    """Registers host memory for all devices of one client."""
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    @classmethod
+    def of(cls, devices: Sequence[Device]) -> Pinning | None:
+        """For these devices; None where they read host memory as it is, or belong to several clients."""
+        if not devices or any(device.platform not in GPU_PLATFORMS for device in devices):
+            return None
+        return cls(devices[0].client)
+
+    def register(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Registers memory; returns what undoes it, once nothing is copied from there any more.
+
+        Raises:
+            RuntimeError: the memory cannot be registered; says why.
+        """
+        if not hasattr(self._client, "dma_map"):
+            raise RuntimeError("this jaxlib has no dma_map; 0.10.2 and later have it")
+        try:
+            self._client.dma_map(address, nbytes)
+        except Exception as error:  # its type differs between versions
+            raise RuntimeError(str(error)) from error
+        return functools.partial(self._client.dma_unmap, address)
+
+    def is_sent_directly(self, leaf: np.ndarray) -> bool:
+        """Whether JAX sends this array without a copy between: it is pinned, and contiguous as JAX understands it."""
+        return (
+            _SENDS_ANY_PINNED
+            and leaf.dtype.isnative
+            and leaf.strides == _default_strides(leaf)
+            and _is_pinned(leaf.ctypes.data)
+        )
+
+
+def _default_strides(leaf: np.ndarray) -> tuple[int, ...]:
+    strides, step = [], leaf.itemsize
+    for n in reversed(leaf.shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:  # another vendor's
+        return None
+
+
+def _is_pinned(address: int) -> bool:
+    driver = _driver()
+    if driver is None:
+        return True  # cannot be told: the source's promise is taken for more than it says
+    kind = ctypes.c_uint(0)
+    status = driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
+    return status == 0 and kind.value == _HOST_MEMORY

@@ -1,0 +1,186 @@
+"""Slots: host memory that is reused, one slot a batch, registered with the driver where that is possible.
+
+Synopsis:
+
+    slots = Slots(register=pinning.register)
+    slot = slots.take(nbytes)
+    image = slot.view(0, np.dtype("float32"), (256, 224, 224, 3))     # write here, and send from here
+    slot.free()                                                     # all of its arrays have landed
+
+A slot that is not freed but dropped is no leak: its memory is unregistered and unmapped when the last array in it goes,
+and JAX keeps the arrays that it copies from until it has done so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxprefetch.host.copying import Copier
+
+logger = logging.getLogger("jaxprefetch")
+
+ALIGNMENT = 64
+"""Bytes between the starts of leaves; XLA's CPU client aliases memory so aligned, so no second copy is made there."""
+
+HUGE_PAGE = 2 << 20
+_PAGE = mmap.PAGESIZE
+_TOUCH_BYTES = 16 << 20
+
+Register = Callable[[int, int], Callable[[], None]]
+"""Called with address and bytes; returns what undoes it. Raises RuntimeError where it cannot be done."""
+
+
+class Fresh:
+    """Memory of one batch that is never reused: each array has its own, and goes alone."""
+
+    def view(self, offset: int, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
+        """A new array; where it would lie in a slot does not matter."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        return raw[start : start + nbytes].view(dtype).reshape(tuple(shape))
+
+    def free(self) -> None:
+        """Nothing to give back."""
+
+
+class FreshMemory:
+    """Never the same memory twice, for devices that go on reading what was put (CPU)."""
+
+    def __init__(self, copier: Copier | None = None):
+        self.copier = copier or Copier()
+
+    def take(self, nbytes: int) -> Fresh:
+        """New memory for one batch."""
+        return Fresh()
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+
+
+class Slot:
+    """Reused memory for one batch. One thread writes, then any thread frees it."""
+
+    def __init__(self, memory: np.ndarray, home: deque[np.ndarray]):
+        self._memory = memory
+        self._home: deque[np.ndarray] | None = home
+
+    def view(self, offset: int, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
+        """An array in the slot, contiguous with default strides.
+
+        Args:
+            offset: bytes from the slot's start, a multiple of `ALIGNMENT`.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self._memory[offset : offset + nbytes].view(dtype).reshape(tuple(shape))
+
+    def free(self) -> None:
+        """Its memory may serve another batch from now on. Freeing again changes nothing."""
+        home, self._home = self._home, None
+        if home is not None:
+            home.append(self._memory)
+
+
+class Slots:
+    """Makes slots, and reuses those that are free.
+
+    Args:
+        register: registers new memory with the driver; None where it stays as it is.
+        max_bytes: before more than this is mapped, memory of sizes that are not asked for any more is given up.
+        copier: copies into slots; touches new memory by several threads, for the system is slow to hand it out.
+
+    Thread safety: `take` for one thread at a time; slots may be freed by any other.
+    """
+
+    def __init__(self, *, register: Register | None = None, max_bytes: int | None = None, copier: Copier | None = None):
+        self._register = register
+        self._max_bytes = max_bytes
+        self.copier = copier or Copier()
+        self._free: dict[int, deque[np.ndarray]] = {}  # by capacity; the deques are shared with the slots
+        self._mapped = _Count()
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of host memory, in use and free."""
+        return self._mapped.bytes
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot of at least so many bytes; its content is whatever was there.
+
+        Raises:
+            MemoryError, OSError: the system has no memory for it.
+        """
+        capacity = _capacity(nbytes)
+        home = self._free.setdefault(capacity, deque())
+        with contextlib.suppress(IndexError):
+            return Slot(home.pop(), home)  # the one used last, which the caches may still hold
+        if self._max_bytes is not None and self.mapped_bytes + capacity > self._max_bytes:
+            for free in self._free.values():
+                free.clear()
+        return Slot(self._new(capacity), home)
+
+    def clear(self) -> None:
+        """Gives up what is free; what is in use goes when the last array in it does."""
+        for free in self._free.values():
+            free.clear()
+        self._free = {}
+
+    def _new(self, capacity: int) -> np.ndarray:
+        mapping = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a forked worker has no use for it, and copying it costs
+            with contextlib.suppress(OSError, AttributeError):  # not on this system
+                mapping.madvise(getattr(mmap, advice))
+        memory = np.frombuffer(mapping, np.uint8)
+        touches = [functools.partial(_touch, memory, start) for start in range(0, capacity, _TOUCH_BYTES)]
+        self.copier.run(touches)
+        unregister = self._pin(memory)
+        self._mapped.bytes += capacity
+        # Where the interpreter ends nothing is undone: copies may still be read, and the system takes all of it back.
+        weakref.finalize(memory, _let_go, self._mapped, capacity, unregister).atexit = False
+        return memory
+
+    def _pin(self, memory: np.ndarray) -> Callable[[], None] | None:
+        if self._register is None:
+            return None
+        try:
+            return self._register(memory.ctypes.data, memory.nbytes)
+        except RuntimeError as error:
+            self._register = None
+            logger.warning(
+                "jaxprefetch: host memory cannot be registered with the driver (%s), so each batch is copied once more "
+                "on its way to the device, by one thread. Raise the limit of locked memory (ulimit -l), lower "
+                "host_size or max_host_bytes, or take a newer jaxlib.",
+                error,
+            )
+            return None
+
+
+class _Count:
+    bytes = 0
+
+
+def _touch(memory: np.ndarray, start: int) -> None:
+    memory[start : start + _TOUCH_BYTES : _PAGE] = 0
+
+
+def _let_go(mapped: _Count, nbytes: int, unregister: Callable[[], None] | None) -> None:
+    mapped.bytes -= nbytes
+    if unregister is not None:
+        unregister()
+
+
+def _capacity(nbytes: int) -> int:
+    """Rounded up to one of eight sizes for each power of two, in whole pages: similar batches share their slots."""
+    step = max(_PAGE, 1 << max(nbytes.bit_length() - 4, 0))
+    if nbytes > HUGE_PAGE:
+        step = max(step, HUGE_PAGE)
+    return max(-(-nbytes // step), 1) * step
