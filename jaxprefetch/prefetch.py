@@ -81,9 +81,9 @@ def prefetch_to_device(
 
     Returns:
         An iterator and context manager. Leaves are `jax.Array`; 64-bit types follow JAX's x64 setting as it is now;
-        64-bit floats beyond the range of 32 bits become infinite. Python numbers stay weakly typed; arrays that the source made itself are passed, or moved where they must be.
-        Iterating again after the end begins a new pass, if the source is no iterator; after a `break` it goes on where
-        the loop stopped.
+        64-bit floats beyond the range of 32 bits become infinite. Python numbers stay weakly typed; arrays that the
+        source made itself are passed, or moved where they must be. Iterating again after the end begins a new pass,
+        if the source is no iterator; after a `break` it goes on where the loop stopped.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be. Errors of the source, and of a batch that cannot be

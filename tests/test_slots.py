@@ -60,7 +60,7 @@ def test_views_are_what_a_device_reads_at_once(shape, dtype, memory) -> None:
     assert view.shape == shape
     assert view.dtype == dtype
     assert view.flags.writeable
-    assert address(view) % ALIGNMENT == 0
+    assert not view.size or address(view) % ALIGNMENT == 0
     step, strides = view.itemsize, []
     for n in reversed(shape):
         strides.append(step)
@@ -86,7 +86,8 @@ def test_similar_sizes_share_slots() -> None:
 def test_slots_are_large_enough_and_not_much_larger(nbytes) -> None:
     """A slot has the bytes that were asked for, and wastes an eighth or a page at most."""
     slots = Slots()
-    slots.take(nbytes).view(0, np.dtype(np.uint8), (nbytes,))[...] = 1
+    view = slots.take(nbytes).view(0, np.dtype(np.uint8), (nbytes,))
+    view[...] = 1
     assert (
         nbytes <= slots.mapped_bytes <= max(nbytes * 9 / 8, nbytes + 4096 if nbytes <= 2 << 20 else nbytes + (2 << 20))
     )
@@ -196,7 +197,7 @@ def test_an_error_in_a_task_arrives_when_all_have_ended(threads) -> None:
 
 
 def test_large_values_become_infinite_without_a_warning() -> None:
-    """A float64 beyond float32 becomes infinite on every thread, as NumPy's own conversion does, and nothing is said."""
+    """A float64 beyond float32 becomes infinite on every thread, and nothing is said."""
     out = np.empty(2_000_000, np.float32)
     Copier(3).copy([(out, np.full(2_000_000, 1e300))])
     assert np.isinf(out).all()
