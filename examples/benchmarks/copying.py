@@ -1,0 +1,132 @@
+"""How many threads, and pieces of which size, copy a batch into a slot best: where `host/copying.py` has its figures.
+
+    python examples/benchmarks/copying.py --out results/h200x1        # writes copying.json; --tiny for a small machine
+
+Measures GiB/s of copies from ordinary arrays into a warm slot, and of stacking samples there; what making a slot takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+
+import environment
+import jax
+import numpy as np
+
+from jaxprefetch.device.pinning import Pinning
+from jaxprefetch.host import copying
+from jaxprefetch.host.slots import Slots
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def main() -> None:
+    """Measures all and writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmark_results"))
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    cores = len(os.sched_getaffinity(0))
+    threads = [n for n in (1, 2, 4, 6, 8, 12, 16) if n <= max(cores, 2)]
+    large = [4 * MIB] if options.tiny else [600 * MIB, 150 * MIB, 16 * MIB, 4 * MIB, MIB]
+    results = {
+        "cores": cores,
+        "making_a_slot": [making(large[0]) for _ in range(2)],
+        "copy": [row for nbytes in large for row in copies(nbytes, threads)],
+        "small": [small(kib, n) for kib in (64, 256, 512, 1024, 2048) for n in threads[:4]],
+        "stack": [stacks(n, way) for n in threads for way in ("np.stack", "copyto")],
+    }
+    record = {"part": "copying", "environment": environment.describe(), "results": results}
+    (options.out / "copying.json").write_text(json.dumps(record, indent=1) + "\n")
+    for name in ("making_a_slot", "copy", "small", "stack"):
+        print(name, *results[name], sep="\n  ")
+
+
+def making(nbytes: int) -> dict:
+    """Seconds for a new slot: mapping and touching it, then registering it."""
+    pinning, took = Pinning.of(jax.local_devices()), []
+
+    def register(address: int, size: int):
+        start = time.perf_counter()
+        undo = pinning.register(address, size) if pinning else lambda: None
+        took.append(time.perf_counter() - start)
+        return undo
+
+    slots = Slots(register=register)
+    start = time.perf_counter()
+    slot = slots.take(nbytes)
+    seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    del slot
+    slots.clear()
+    return {
+        "MiB": nbytes // MIB,
+        "touch_s": seconds - took[0],
+        "register_s": took[0],
+        "undo_s": time.perf_counter() - start,
+    }
+
+
+def copies(nbytes: int, threads: list[int]) -> list[dict]:
+    """GiB/s from arrays in turn, so that no cache holds them, into slots in turn."""
+    count, all_threads = max(2, min(8, 1200 * MIB // nbytes)), copying.Copier(threads[-1])
+    slots = Slots(copier=all_threads)
+    sources, outs = (
+        [slots.take(nbytes).view(0, np.dtype(np.uint8), (nbytes,)) for _ in range(count)] for _ in range(2)
+    )
+    all_threads.copy(zip(outs, sources, strict=True))
+    pairs, rows = itertools.cycle(zip(outs, sources, strict=True)), []
+    for n, chunk_mib in itertools.product(threads, (1, 2, 4, 16)):
+        copying.CHUNK_BYTES, copier = chunk_mib * MIB, copying.Copier(n)
+        rate = best(lambda copier=copier: copier.copy([next(pairs)]), nbytes)
+        rows.append({"MiB": nbytes / MIB, "threads": n, "chunk_MiB": chunk_mib, "GiB_s": rate})
+    return rows
+
+
+def small(kib: int, threads: int) -> dict:
+    """Microseconds of one copy of a small array, with the threshold for several threads taken away."""
+    copying.PARALLEL_BYTES, copying.CHUNK_BYTES = 0, max(kib * 1024 // threads, 1)
+    copier, leaf = copying.Copier(threads), np.ones(kib * 1024, np.uint8)
+    out = np.empty_like(leaf)
+    rate = best(lambda: copier.copy([(out, leaf)]), leaf.nbytes)
+    return {"KiB": kib, "threads": threads, "us": leaf.nbytes / rate / GIB * 1e6}
+
+
+def stacks(threads: int, way: str) -> dict:
+    """GiB/s of 1,024 samples of 150 KB stacked into one slot."""
+    copier, samples = copying.Copier(threads), [np.full((227, 227, 3), i % 251, np.uint8) for i in range(1024)]
+    out = Slots(copier=copier).take(1024 * samples[0].nbytes).view(0, np.dtype(np.uint8), (1024, 227, 227, 3))
+    step = 8
+
+    def stack(start: int) -> None:
+        if way == "np.stack":
+            np.stack(samples[start : start + step], out=out[start : start + step])
+        else:
+            for i in range(start, start + step):
+                out[i] = samples[i]
+
+    rate = best(lambda: copier.run([lambda i=i: stack(i) for i in range(0, 1024, step)]), out.nbytes)
+    return {"threads": threads, "way": way, "GiB_s": rate}
+
+
+def best(run, nbytes: int) -> float:
+    """GiB/s of the median of several runs."""
+    run()
+    times = []
+    until = time.perf_counter() + 0.25
+    while len(times) < 5 or (time.perf_counter() < until and len(times) < 200):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return nbytes / sorted(times)[len(times) // 2] / GIB
+
+
+if __name__ == "__main__":
+    main()
