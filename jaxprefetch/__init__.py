@@ -9,9 +9,10 @@ Synopsis:
             state, metrics = train_step(state, batch)
 """
 
+from jaxprefetch.fetch import HostFetcher, fetch_to_host
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
 from jaxprefetch.statistics import PrefetchStatistics
 
-__all__ = ["DevicePrefetcher", "PrefetchStatistics", "prefetch_to_device"]
+__all__ = ["DevicePrefetcher", "HostFetcher", "PrefetchStatistics", "fetch_to_host", "prefetch_to_device"]
 __version__ = "0.1.0"

@@ -230,6 +230,26 @@ def keys(rank: int, folder: pathlib.Path) -> None:
         next(batches)
 
 
+@scenario
+def own_results(rank: int, folder: pathlib.Path) -> None:
+    """Of a global array each process gets its own rows, once for all replicas; what cannot be one array is an error."""
+    import jax
+
+    from jaxprefetch import fetch_to_host, prefetch_to_device
+
+    step = jax.jit(lambda batch: jax.tree.map(lambda leaf: leaf * 2, batch))
+    for sharding in (named((4, 1), "data"), named((2, 2), "data"), named((2, 2), "data", "model")):
+        with prefetch_to_device([global_rows(n)[rank * ROWS :][:ROWS] for n in range(4)], sharding=sharding) as batches:
+            for number, rows in enumerate(fetch_to_host(map(step, batches))):
+                np.testing.assert_array_equal(rows, 2 * global_rows(number)[rank * ROWS :][:ROWS])
+        assert number == 3
+    devices = np.array(jax.devices())[[0, 2, 1, 3]]  # the processes take turns
+    scattered = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("data",)), jax.sharding.PartitionSpec("data"))
+    array = jax.make_array_from_callback((8,), scattered, lambda index: np.arange(8)[index])
+    with pytest.raises(ValueError, match=r"Result 0, leaf batch: the shards of this process .* are no block"):
+        next(fetch_to_host([array]))
+
+
 # ---- the tests
 
 

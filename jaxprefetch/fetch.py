@@ -1,0 +1,242 @@
+"""`fetch_to_host`: what steps leave on the devices becomes NumPy arrays, while later steps run.
+
+Synopsis:
+
+    predictions = np.lib.format.open_memmap("predictions.npy", "w+", np.float32, (rows, classes))
+    start = 0
+    for logits in fetch_to_host(predict(params, batch) for batch in batches):
+        predictions[start : start + len(logits)] = logits
+        start += len(logits)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, NoReturn, TypeVar
+
+import jax
+import numpy as np
+
+from jaxprefetch.arguments import integer, parse_bytes
+from jaxprefetch.device.fetch import LocalPart, local_part, start, to_host
+from jaxprefetch.errors import add_note
+from jaxprefetch.host.copying import Copier
+from jaxprefetch.host.leaves import is_key, leaf_paths
+from jaxprefetch.host.source import close_iterator
+
+T = TypeVar("T")
+
+
+def fetch_to_host(outputs: Iterable[T], size: int = 4, *, max_bytes: int | str | None = None) -> HostFetcher[T]:
+    """The outputs as NumPy arrays, in order, copied while later steps run.
+
+    Before a result is waited for, the next outputs are taken from the iterator, which dispatches their steps, and their
+    copies are queued behind these. So nothing stalls as long as the link keeps up. There is no thread.
+
+    Args:
+        outputs: an iterable of pytrees, such as a generator that runs a step for each batch. Leaves that are no
+            `jax.Array` are handed on as they are. An array may be deleted or donated as soon as the iterator is asked
+            for the next.
+        size: outputs on their way at most; 1 waits for each before the next step is asked for.
+        max_bytes: the most bytes of outputs on their way, in host memory and so on the devices together (`2 << 30` or
+            `"2GiB"`); one always gets through. One more output may wait on the devices for its turn.
+
+    Returns:
+        An iterator and context manager. Arrays are read-only, like those of `jax.device_get`. One that lies on one
+        device, or is the same on all, is handed out where it landed, without another copy: in pinned memory, which it
+        keeps as long as it lives, so copy what is to be kept for long. Shards are put together in memory of their own.
+        Of a global array that is spread over several processes each gets its own rows, `(local_batch, ...)`.
+
+    Raises:
+        ValueError: `size` or `max_bytes` is not what it should be.
+        TypeError: `outputs` cannot be iterated.
+    """
+    return HostFetcher(iter(outputs), integer("size", size, 1), parse_bytes("max_bytes", max_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What one step has left, taken apart."""
+
+    treedef: Any
+    leaves: list[Any]
+    arrays: tuple[int, ...]
+    parts: tuple[LocalPart, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OnItsWay:
+    """An output, and the copies of its arrays in the place of these."""
+
+    output: _Output
+    copies: list[list[jax.Array]]
+
+
+class HostFetcher(Generic[T]):
+    """What `fetch_to_host` returns: an iterator of results in host memory, and a context manager.
+
+    Thread safety: one thread at a time.
+    """
+
+    def __init__(self, outputs: Iterator[T], size: int, max_bytes: int | None):
+        self._outputs = outputs
+        self._size = size
+        self._max_bytes = max_bytes
+        self._copier = Copier()
+        self._pulled: list[Any] = []  # at most one: what has been taken from the iterator
+        self._next: list[_Output] = []  # the same, once it is taken apart
+        self._on_their_way: deque[_OnItsWay] = deque()
+        self._count = 0  # outputs whose copies have been started
+        self._ended = False
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        """The next result.
+
+        Blocking: for the iterator, and until the copy is done. A Ctrl-C in these waits loses nothing.
+
+        Raises:
+            StopIteration: the outputs have ended, or `close()` was called.
+            TypeError, ValueError: an output cannot go to the host; after the results before it, as the iterator's own.
+            Exception: what the iterator raised, or a step whose failure shows only now; the same again at every later
+                call.
+        """
+        self._fill()
+        if not self._on_their_way:
+            self._raise_end()
+        try:
+            result = self._put_together(self._on_their_way[0])
+        except Exception as error:
+            add_note(error, f"jaxprefetch: raised while result {self._number} was on its way to the host")
+            self._fail(error)
+            self._on_their_way.clear()
+            raise
+        self._on_their_way.popleft()
+        return result
+
+    def __enter__(self) -> HostFetcher[T]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops what was not handed out and closes the outputs' iterator. Results keep their memory."""
+        self._ended, self._error, self._traceback = True, None, None
+        self._pulled, self._next = [], []
+        self._on_their_way.clear()
+        outputs, self._outputs = self._outputs, iter(())
+        close_iterator(outputs)
+
+    @property
+    def _number(self) -> int:
+        """Of the oldest on its way, and so the number of results handed out."""
+        return self._count - len(self._on_their_way)
+
+    def _fill(self) -> None:
+        """Takes outputs and starts their copies, as many as may be on their way."""
+        while not self._ended and len(self._on_their_way) < self._size:
+            try:
+                if not self._next and not self._pull():
+                    return
+                if self._on_their_way and not self._has_room(self._next[0]):
+                    return
+                self._start()
+            except Exception as error:
+                self._fail(error)
+
+    def _pull(self) -> bool:
+        """Takes the next output and takes it apart; False at the end."""
+        if not self._pulled:
+            try:
+                self._pulled.extend(itertools.islice(self._outputs, 1))  # in one call of C's: no Ctrl-C between
+            except Exception as error:
+                add_note(error, f"jaxprefetch: raised by the outputs' iterator while it made result {self._count}")
+                raise
+        if not self._pulled:
+            self._ended = True
+            return False
+        self._next = [_apart(self._pulled[0], self._count)]
+        self._pulled.clear()
+        return True
+
+    def _has_room(self, output: _Output) -> bool:
+        if self._max_bytes is None:
+            return True
+        return sum(item.output.nbytes for item in self._on_their_way) + output.nbytes <= self._max_bytes
+
+    def _start(self) -> None:
+        output = self._next[0]
+        copies = start([output.leaves[i] for i in output.arrays], output.parts)
+        for i in output.arrays:
+            output.leaves[i] = None  # the copies do without: the array's memory is free when they are done
+        self._on_their_way.append(_OnItsWay(output, copies))
+        self._count += 1
+        self._next = []
+
+    def _put_together(self, item: _OnItsWay) -> T:
+        output, leaves = item.output, list(item.output.leaves)
+        for i, part, copies in zip(output.arrays, output.parts, item.copies, strict=True):
+            pieces = [to_host(copy) for copy in copies]
+            leaves[i] = pieces[0] if len(pieces) == 1 else self._joined(part, pieces)
+        return jax.tree_util.tree_unflatten(output.treedef, leaves)
+
+    def _joined(self, part: LocalPart, pieces: Sequence[np.ndarray]) -> np.ndarray:
+        whole = np.empty(part.shape, pieces[0].dtype)
+        self._copier.copy((whole[place], piece) for place, piece in zip(part.places, pieces, strict=True))
+        whole.flags.writeable = False  # as all the others
+        return whole
+
+    def _fail(self, error: BaseException) -> None:
+        self._ended, self._error, self._traceback = True, error, error.__traceback__
+        self._pulled, self._next = [], []
+
+    def _raise_end(self) -> NoReturn:
+        if self._error is not None:
+            raise self._error.with_traceback(self._traceback)  # it does not grow each time
+        raise StopIteration
+
+
+def _apart(output: Any, number: int) -> _Output:
+    """The output's leaves, and what this process has of its arrays.
+
+    Raises:
+        TypeError, ValueError: an array cannot go to the host; names the result and the leaf.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten(output)
+    arrays = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array))
+    parts, nbytes = [], 0
+    for i in arrays:
+        leaf = leaves[i]
+        if is_key(leaf) or leaf.is_deleted():
+            raise _unfetchable(leaf, f"Result {number}, leaf {leaf_paths(output)[i]}")
+        try:
+            part = local_part(leaf.sharding, leaf.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"Result {number}, leaf {leaf_paths(output)[i]}: {error}. Let jit's out_shardings give each process a "
+                "block of it."
+            ) from None
+        parts.append(part)
+        nbytes += part.nbytes(leaf.dtype.itemsize)
+    return _Output(treedef, leaves, arrays, tuple(parts), nbytes)
+
+
+def _unfetchable(leaf: jax.Array, where: str) -> Exception:
+    if is_key(leaf):
+        return TypeError(
+            f"{where}: a typed PRNG key has no host form. Yield jax.random.key_data(key), and wrap it again with "
+            "jax.random.wrap_key_data."
+        )
+    return ValueError(
+        f"{where}: this array has been deleted or donated. Yield outputs before a step that donates them is called."
+    )
