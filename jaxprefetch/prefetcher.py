@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 from jaxprefetch.device.completion import memory_in_compute_order
 from jaxprefetch.device.context import SourceContext
 from jaxprefetch.device.feed import Feed
+from jaxprefetch.device.handout import HandOut, OnDevice
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
 from jaxprefetch.host.pipeline import Inline, Pipeline, SourceTimes
@@ -48,6 +49,7 @@ class DevicePrefetcher(Generic[T]):
         *,
         host_size: int,
         max_host_bytes: int | None,
+        on_device: OnDevice | None = None,
     ):
         self._source = source
         self._stager = stager
@@ -55,7 +57,8 @@ class DevicePrefetcher(Generic[T]):
         self._max_host_bytes = max_host_bytes
         self._context = placement.context
         released_by = "landing" if memory_in_compute_order(placement.devices) else "fence"
-        self._feed = Feed(window(released_by=released_by, inline=host_size == 0))
+        handout = HandOut(on_device, placement.context)
+        self._feed = Feed(window(released_by=released_by, inline=host_size == 0), handout)
         self._readers: list[Reader | Inline] = []  # the current one, if any; shared with the finaliser
         self._past, self._times = SourceTimes(), SourceTimes()  # of passes that are over, of the last one
         self._over = False  # the current pass has ended
@@ -131,22 +134,22 @@ class DevicePrefetcher(Generic[T]):
 
     @property
     def element_spec(self) -> Any:
-        """The tree of `jax.ShapeDtypeStruct` (global shapes, shardings) of the first batch.
+        """The tree of `jax.ShapeDtypeStruct` (global shapes, shardings) of the first batch, as it is delivered.
 
         Leaves kept on the host that are no arrays of numbers show their type. Blocking: for the first batch.
 
         Raises:
             ValueError: there is no first batch: the source is empty, or the prefetcher was closed before.
             Exception: what the source, or staging, raised instead of it; what a node of the batch raises that refuses
-                `jax.ShapeDtypeStruct` for its leaves, as it would under `jax.eval_shape`.
+                `jax.ShapeDtypeStruct` for its leaves, as it would under `jax.eval_shape`; what `on_device` raises.
         """
-        if self._stager.element_spec is None and self._is_free():
+        if self._spec() is None and self._is_free():
             with self._turn:
                 self._begin_pass()
                 self._feed.peek()
         self._clear_if_closed()
-        if self._stager.element_spec is not None:
-            return self._stager.element_spec
+        if (spec := self._spec()) is not None:
+            return spec
         if self._feed.error is not None:
             self._feed.raise_end()
         why = "the prefetcher is closed" if self._feed.closed else "the source is empty"
@@ -167,6 +170,12 @@ class DevicePrefetcher(Generic[T]):
     def statistics(self) -> PrefetchStatistics:
         """Counts, bytes and waits so far, and what the loop is bound by. Never blocks."""
         return snapshot(self._feed, self._past.plus(self._times), inline=not self._host_size)
+
+    def _spec(self) -> Any:
+        if self._feed.handout.on_device is None:
+            return self._stager.element_spec
+        delivery = self._feed.first_delivery
+        return None if delivery is None else delivery.spec
 
     # ---- one pass
 

@@ -32,6 +32,7 @@ from jaxprefetch.host.leaves import (
     is_number,
     leaf_paths,
     memory_of,
+    padded,
     plain,
     zero_beyond,
 )
@@ -194,7 +195,8 @@ class Stager:
                 leaf = self._kept_leaf(leaf, separate)
             elif leaf_plan.made:
                 leaf = self._checked(leaf, leaf_plan, number)
-                if not is_number(leaf) and not self._goes_as_it_is(leaf, leaf_plan, separate):
+                alone = i in plan.offsets
+                if not (is_number(leaf) or (alone and self._goes_as_it_is(leaf, leaf_plan, separate))):
                     copied.append(i)
             out.append(leaf)
         slot = self._memory.take(plan.host_bytes) if copied else Fresh()
@@ -208,9 +210,17 @@ class Stager:
     def _copy(self, plan: Plan, leaves: list[Any], which: Sequence[int], slot: Slot | Fresh) -> None:
         pairs = []
         for i in which:
-            leaf, leaf_plan = leaves[i], plan.leaves[i]
-            leaves[i] = slot.view(plan.offsets[i], leaf_plan.dtype, leaf_plan.shape)
-            pairs.append((zero_beyond(leaves[i], leaf.shape), leaf))
+            if i in plan.offsets:
+                leaf, leaf_plan = leaves[i], plan.leaves[i]
+                leaves[i] = slot.view(plan.offsets[i], leaf_plan.dtype, leaf_plan.shape)
+                pairs.append((zero_beyond(leaves[i], leaf.shape), leaf))
+        if (packing := plan.packing) is not None:
+            buffer = slot.view(plan.offsets[len(leaves)], np.dtype(np.uint8), packing.shape)
+            for position, part in enumerate(packing.parts):
+                leaf = padded(leaves[part.leaf], plan.leaves[part.leaf].shape)
+                pairs.append(packing.pair(buffer, position, leaf))
+                leaves[part.leaf] = None
+            leaves.append(buffer)
         self._copier.copy(pairs)
 
     def _kept_leaf(self, leaf: Any, separate: Separate) -> Any:
@@ -255,3 +265,4 @@ def _check_names(names: Sequence[str], paths: Sequence[str], number: int) -> Non
         if not any(_is_under(path, name) for path in paths):
             some = ", ".join(paths[:10]) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")
             raise ValueError(f"Batch {number}: keep_on_host names {name!r}, but no leaf is called so. Leaves: {some}.")
+        """Copies leaves to where they are sent from; those that travel packed leave a buffer at the end instead."""

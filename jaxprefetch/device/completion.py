@@ -13,7 +13,6 @@ arrays that the consumer can delete may not (`Array.is_ready()` after `delete()`
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxprefetch.device.context import Device, jit_is_disabled
+from jaxprefetch.device.context import Device, compiled_as_ever, in_clean_thread
 
 MARKER_BYTES = 64
 
@@ -39,10 +38,8 @@ def dispatch_fence(devices: Sequence[Device]) -> jax.Array | None:
     if not devices:
         return None
     run = _compiled_fence(tuple(devices))
-    if jit_is_disabled():
-        with jax.disable_jit(False):
-            return run()
-    return run()
+    with compiled_as_ever():
+        return run()
 
 
 def prepare_fence(devices: Sequence[Device]) -> None:
@@ -82,25 +79,11 @@ def wait_landed(arrays: Sequence[jax.Array]) -> bool:
 
 @functools.cache
 def _compiled_fence(devices: tuple[Device, ...]) -> Callable[[], jax.Array]:
-    """Compiled in a thread of its own: the caller's contexts (`set_mesh`, `disable_jit`, …) do not reach there."""
-    made: list[Callable[[], jax.Array]] = []
-    errors: list[BaseException] = []
+    def compiled() -> Callable[[], jax.Array]:
+        resident = jax.device_put(np.zeros(len(devices), np.int32), _sharding(devices, PartitionSpec("fence")))
+        return functools.partial(jax.jit(lambda x: x + np.int32(1)).lower(resident).compile(), resident)
 
-    def compile_fence() -> None:
-        try:
-            with jax.disable_jit(False):
-                resident = jax.device_put(np.zeros(len(devices), np.int32), _sharding(devices, PartitionSpec("fence")))
-                compiled = jax.jit(lambda x: x + np.int32(1)).lower(resident).compile()
-            made.append(functools.partial(compiled, resident))
-        except BaseException as error:  # re-raised below, on the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=compile_fence, name="jaxprefetch-compile", daemon=False)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return made[0]
+    return in_clean_thread(compiled)
 
 
 def _sharding(devices: tuple[Device, ...], spec: PartitionSpec) -> jax.sharding.Sharding:

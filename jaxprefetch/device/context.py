@@ -10,9 +10,10 @@ Synopsis:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
@@ -21,16 +22,22 @@ if TYPE_CHECKING:
 else:
     Device = jax.Device
 
+T = TypeVar("T")
 _config: Any = jax.config
 _NOTHING = contextlib.nullcontext()
+
+STANDARD_DTYPES = {"bool", "float16", "float32", "float64", "complex64", "complex128"}
+STANDARD_DTYPES |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+"""NumPy's own, which every JAX has."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The settings that decide where an array goes and with which dtype."""
+    """The settings that decide where an array goes and with which dtype, of one call."""
 
     default_device: Any  # a Device, a platform's name or None
     x64: bool
+    packings: set[Any] = field(default_factory=set, compare=False, repr=False)  # of small leaves, for this call so far
 
     @classmethod
     def current(cls) -> Context:
@@ -72,6 +79,34 @@ def default_device() -> Device:
     return jax.local_devices(backend=device)[0] if device is None or isinstance(device, str) else device
 
 
-def jit_is_disabled() -> bool:
-    """Whether `jax.disable_jit` is in force here."""
-    return bool(_config.jax_disable_jit)
+def compiled_as_ever() -> contextlib.AbstractContextManager[Any]:
+    """In which a compiled call is just that: `disable_jit` would refuse it, `debug_nans` reject data for its NaNs."""
+    if not (_config.jax_disable_jit or _config.jax_debug_nans or _config.jax_debug_infs):
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    for context in (jax.disable_jit, jax.debug_nans, jax.debug_infs):
+        stack.enter_context(context(False))
+    return stack
+
+
+def in_clean_thread(call: Callable[[], T]) -> T:
+    """What `call` returns on a thread of its own, which contexts of this one (`set_mesh`, `disable_jit`) don't reach.
+
+    Blocking: until it has returned.
+    """
+    made: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with jax.disable_jit(False):
+                made.append(call())
+        except BaseException as error:  # re-raised below, on the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="jaxprefetch-compile", daemon=False)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return made[0]

@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    feed = Feed(window)
+    feed = Feed(window, HandOut(on_device, context))
     feed.begin_pass(staging)
     batch = feed.next()                # settle the last one, fill the window, decide
 
@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from typing import Any, NoReturn
 
 import jax
 from jax.profiler import TraceAnnotation
 
 from jaxprefetch.device.actions import Do
-from jaxprefetch.device.completion import dispatch_fence, have_landed, prepare_fence, put_marker, wait_landed
+from jaxprefetch.device.completion import have_landed, prepare_fence, put_marker, wait_landed
 from jaxprefetch.device.context import Device
+from jaxprefetch.device.fences import Fences
+from jaxprefetch.device.handout import Delivery, HandOut
 from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.device.link import link_speed
 from jaxprefetch.device.plan import Plan
@@ -42,21 +43,23 @@ SHORTEST_WAIT_SECONDS = 50e-6
 class Feed:
     """Hands out batches in order. Numbers go on from pass to pass; `first` is the number of this pass's batch 0."""
 
-    def __init__(self, window: Window):
+    def __init__(self, window: Window, handout: HandOut):
         self.window = window
+        self.handout = handout
         self.times = LoopTimes()
         self.kept = KeptBatches(bound=window.size + 1)
         self.first = 0
         self.error: BaseException | None = None
         self.closed = False  # written by close(), False to True
-        self.largest = 0  # bytes of the largest batch, on its fullest device
+        self.largest = 0  # bytes of the largest batch, on its fullest device, with what its hand-out adds
+        self.first_delivery: Delivery | None = None
         self.foreign = False  # some batch held arrays of the source's own
         self.link: float | None = None  # bytes per second to a device
         self._staging: Staging
         self._items: dict[int, Any] = {}  # what is staged, by number in the pass
         self._issued: dict[int, Issued] = {}
         self._devices: dict[Device, None] = {}  # all that were ever used, in order
-        self._fences: OrderedDict[int, Any] = OrderedDict()
+        self._fences = Fences()
         self._sending = Sending()
         self._traceback: Any = None
 
@@ -91,7 +94,7 @@ class Feed:
             elif do is Do.ISSUE:
                 self._issue(number)
             elif do is Do.FENCE:
-                self._fences[number] = dispatch_fence(tuple(self._devices))
+                self._fences.dispatch(number, tuple(self._devices))
                 window.fence(number)
             elif do is Do.AWAIT_FENCE:
                 self._await_fence(number)
@@ -137,10 +140,25 @@ class Feed:
                 self._ends_with(item.error)
                 window.end()
                 return
+            if (delivery := self._delivery(item)) is None:
+                return
             plan: Plan = item.plan
-            self.largest = max(self.largest, plan.most)
+            self.first_delivery = self.first_delivery or delivery
+            self.largest = max(self.largest, delivery.most)
             self.foreign = self.foreign or bool(plan.foreign)
-            window.stage(plan.cost, foreign=bool(plan.foreign))
+            window.stage(plan.cost, foreign=bool(plan.foreign), out=delivery.out)
+
+    def _delivery(self, item: StagedBatch) -> Delivery | None:
+        """How the next staged batch is handed out; None when `on_device` refuses it: the pass ends before it."""
+        try:
+            return self.handout.delivery(item.plan, item.leaves)
+        except Exception as error:
+            number = self._next_staged
+            add_note(error, f"jaxprefetch: raised when on_device was compiled for batch {number}")
+            self._ends_with(error)
+            self.window.end()
+            self._staging.cancel()
+            return None
 
     # ---- actions
 
@@ -157,8 +175,7 @@ class Feed:
             landed, failure = False, error
         self.times.room_ns += time.perf_counter_ns() - start
         if self.window.delete_used:
-            for array in issued.made:
-                array.delete()
+            issued.delete()
         self.window.settled(number, disposed=not landed)
         del self._issued[number]
         self._free_landed()
@@ -171,11 +188,11 @@ class Feed:
             self._prepare(tuple(staged.plan.cost))
         try:
             with TraceAnnotation("jaxprefetch.issue"):
-                leaves = staged.plan.put(staged.leaves)
+                parcels = staged.plan.put(staged.leaves)
         except Exception as error:
             self._refused(number, error)
             return
-        self._issued[number] = Issued(staged.plan, leaves)
+        self._issued[number] = Issued(staged.plan, self.handout.delivery(staged.plan, staged.leaves), parcels)
         self._sending.add(number, staged.slot, staged.plan.host_bytes)
         self._devices.update(dict.fromkeys(staged.plan.cost))
         self.window.issue()
@@ -204,15 +221,13 @@ class Feed:
         self._staging.cancel()
 
     def _await_fence(self, number: int) -> None:
-        covering = next(step for step in self._fences if step >= number)
         with self.times.waiting_for_room("fence"):
-            jax.block_until_ready(self._fences[covering])
+            covering = self._fences.wait(number)
         self._fence_done(covering)
 
     def _fence_done(self, number: int) -> None:
         self.window.fence_done(number)
-        while self._fences and next(iter(self._fences)) <= number:
-            self._fences.popitem(last=False)
+        self._fences.forget(number)
 
     def _prove_landing(self, number: int) -> None:
         """A batch put later that is still ours alone, else a marker: once it has landed, so has this one."""
@@ -252,7 +267,7 @@ class Feed:
     def _await_staged(self, number: int, waited: float, *, step_seen: bool) -> None:
         """Looks whether the device would go idle, else waits a little for the source."""
         news = False
-        if number - 1 in self._fences and ((fence := self._fences[number - 1]) is None or fence.is_ready()):
+        if self._fences.is_done(number - 1):
             self._fence_done(number - 1)
             if step_seen:
                 self.times.saw_step(time.perf_counter_ns() - self.times.last_ns)
@@ -268,17 +283,21 @@ class Feed:
 
     def _hand_out(self, number: int) -> Any:
         issued, window = self._issued[number], self.window
+        delivery = issued.delivery
         try:
-            issued.plan.check_alive(issued.leaves, number - self.first)
-        except ValueError as error:
+            issued.plan.check_alive(issued.parcels, number - self.first)
+            if issued.outs is None:
+                issued.outs = delivery.dispatch(issued.parcels)
+        except Exception as error:
+            add_note(error, f"jaxprefetch: raised when batch {number - self.first} was handed out", unless="Batch ")
             self._fail(error)
             raise
-        batch = jax.tree_util.tree_unflatten(issued.plan.treedef, issued.leaves)  # runs code of registered nodes
+        leaves = delivery.leaves(issued.parcels, issued.outs)
+        batch = jax.tree_util.tree_unflatten(delivery.treedef, leaves)  # runs code of registered nodes
         starved = window.issued < number + window.size and not window.staged and not window.ended
         self.times.hand_out(issued.plan.most, starved=starved)
-        largest = issued.plan.largest
-        if not window.delete_used and largest is not None:
-            self.kept.add(number, issued.leaves[largest], self.first)
+        if not window.delete_used and delivery.largest is not None:
+            self.kept.add(number, leaves[delivery.largest], self.first)
         window.hand_out()
         return batch
 

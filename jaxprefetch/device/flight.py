@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    flight = Flight(by_fence=False)
+    flight = Flight(by_fence=False, gives_back=False)
     flight.batches = flight.with_issued(0, InFlight({"gpu:0": 1024}))
     flight.landed(0)
     flight.batches = flight.without_dropped(0)      # nobody refers to it: 0 bytes are charged now
@@ -10,8 +10,8 @@ Synopsis:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 Cost = Mapping[Hashable, int]
 """Bytes of one batch by device."""
@@ -21,8 +21,10 @@ Cost = Mapping[Hashable, int]
 class InFlight:
     """One batch, and the facts that decide when it is released."""
 
-    cost: Cost
+    cost: Cost  # of what is put
+    out: Cost = field(default_factory=dict[Hashable, int])  # what the hand-out adds
     foreign: bool = False  # holds arrays of the source's own: never deleted by us, its landing proves nothing of others
+    handed_out: bool = False
     landed: bool = False
     dropped: bool = False  # no reference is left, as far as can be known
     disposed: bool = False  # the consumer deleted or donated some of it
@@ -36,19 +38,21 @@ class Flight:
 
     Args:
         by_fence: the step of a batch must be over, too, before its memory serves another.
+        gives_back: a batch is deleted when the next one is asked for, if it is ours to delete.
     """
 
-    def __init__(self, *, by_fence: bool):
+    def __init__(self, *, by_fence: bool, gives_back: bool):
         self.batches: dict[int, InFlight] = {}
         self.done = -1  # the last step that is over
         self.peak_batches = 0
         self.peak_bytes = 0
         self._by_fence = by_fence
+        self._gives_back = gives_back and not by_fence  # and so released before that is handed out
 
     @property
     def most_bytes(self) -> int:
         """Bytes charged on the fullest device."""
-        return max(charged(self.batches).values(), default=0)
+        return _most(_charges(self.batches.values()))
 
     def held(self, without_dropped: bool) -> dict[int, InFlight]:
         """What is in flight, with or without what only a wait keeps there."""
@@ -64,11 +68,41 @@ class Flight:
         """Whether it needs a fence that is not done."""
         return self.done < number and self.needs_fence(batch)
 
+    def most_to_come(self, number: int, batch: InFlight, taken: int, waited: bool) -> int:
+        """The most bytes on a device at any hand-out, from `taken` up to that of this batch, if it is issued now.
+
+        The hand-out of m finds m-1, which the consumer still has, and all from m on, and adds what m's takes. What was
+        before has been released, if only by waiting at that hand-out.
+
+        Args:
+            waited: now without what only a wait keeps.
+        """
+        held = {**self.held(waited), number: batch}
+        most = _most([*_charges(held.values()), held[taken].out])
+        for m in range(taken + 1, number + 1):
+            last = held[m - 1]
+            costs = [held[n].cost for n in range(m, number + 1)] + [held[m].out]
+            if last.foreign or not self._gives_back:
+                costs += [last.cost, last.out]
+            most = max(most, _most(costs))
+        return most
+
+    def shortage(self, batch: InFlight) -> tuple[int, int]:
+        """(bytes that a batch needs, bytes charged) on the device where they are most together."""
+        held = _together(_charges(self.batches.values()))
+        need = _together([batch.cost, batch.out])
+        return max(((n, held.get(device, 0)) for device, n in need.items()), key=sum, default=(0, 0))
+
+    def most_with_out(self, number: int) -> int:
+        """Bytes on the fullest device once this batch is handed out, and the one before is still there."""
+        out = self.batches[number].out
+        return _most([*_charges(self.batches.values()), out]) if out else 0
+
     def with_issued(self, number: int, batch: InFlight) -> dict[int, InFlight]:
         """`batches` with one more; counted in the peaks."""
         batches = {**self.batches, number: batch}
         self.peak_batches = max(self.peak_batches, len(batches))
-        self.peak_bytes = max(self.peak_bytes, *charged(batches).values(), 0)
+        self.peak_bytes = max(self.peak_bytes, _most(_charges(batches.values())))
         return batches
 
     def without_dropped(self, number: int) -> dict[int, InFlight]:
@@ -108,10 +142,21 @@ class Flight:
         }
 
 
-def charged(batches: Mapping[int, InFlight]) -> dict[Hashable, int]:
-    """Bytes of these batches on each device."""
+def _together(costs: Iterable[Cost]) -> dict[Hashable, int]:
+    """Their sum on each device."""
     total: dict[Hashable, int] = {}
-    for batch in batches.values():
-        for device, n in batch.cost.items():
+    for cost in costs:
+        for device, n in cost.items():
             total[device] = total.get(device, 0) + n
     return total
+
+
+def _most(costs: Iterable[Cost]) -> int:
+    return max(_together(costs).values(), default=0)
+
+
+def _charges(batches: Iterable[InFlight]) -> Iterator[Cost]:
+    for batch in batches:
+        yield batch.cost
+        if batch.handed_out:
+            yield batch.out

@@ -5,13 +5,15 @@ Synopsis:
     leaf_plans = [plan_leaf("image", target, leaf, number=0, batch_axis=0, x64=False)]
     plan = Plan.of(treedef, leaf_plans, Context.current())
     arrays = plan.put(leaves)            # explicit transfers, nothing is waited for
+
+A plan speaks of parcels: one a leaf, in their order, and one more for the leaves that are packed together.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxprefetch.device.context import Context, Device
+from jaxprefetch.device.context import STANDARD_DTYPES, Context, Device
+from jaxprefetch.device.packing import Packing, find_packing
 from jaxprefetch.device.placement import Target, local_devices
 from jaxprefetch.device.transfer import Transfer
 from jaxprefetch.errors import KEEP, add_note, deleted
@@ -30,8 +33,6 @@ Cost = dict[Device, int]
 HOST_ALIGNMENT = 64
 """Bytes between the starts of leaves in host memory."""
 
-_STANDARD = {"bool", "float16", "float32", "float64", "complex64", "complex128"}
-_STANDARD |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
@@ -46,6 +47,7 @@ class LeafPlan:
     dtype: np.dtype
     spec: Any  # what is delivered
     cost: Cost
+    from_array: bool = False  # made from a NumPy array
 
     @property
     def made(self) -> bool:
@@ -53,47 +55,47 @@ class LeafPlan:
         return self.target is not None and not self.foreign
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """How batches of one structure travel; the tuples of indices name leaves."""
+    """How batches of one structure travel; the tuples of indices name parcels. Each plan equals itself only."""
 
     treedef: Any
     leaves: tuple[LeafPlan, ...]
-    cost: Cost
+    cost: Cost  # of what is put
     most: int  # bytes on the fullest device
-    offsets: dict[int, int]  # where in host memory the leaves in `made` are sent from
+    packing: Packing | None  # its buffer is the last parcel; the leaves in it have none
+    offsets: dict[int, int]  # where in host memory parcels are sent from
     host_bytes: int  # of these, with what lies between them
     foreign: tuple[int, ...]
-    made: tuple[int, ...]
-    largest: int | None  # of the leaves in `made`
+    made: tuple[int, ...]  # made from host data
     transfer: Transfer
 
     @classmethod
     def of(cls, treedef: Any, leaves: Iterable[LeafPlan], context: Context) -> Plan:
         """The plan for a tree of these leaves."""
-        leaves, cost = tuple(leaves), Cost()
-        for leaf in leaves:
-            for device, n in leaf.cost.items():
-                cost[device] = cost.get(device, 0) + n
-        placed = {i: leaf.target.sharding for i, leaf in enumerate(leaves) if leaf.target and leaf.target.committed}
-        loose = tuple(i for i, leaf in enumerate(leaves) if leaf.made and i not in placed)
-        made = tuple(i for i, leaf in enumerate(leaves) if leaf.made)
-        offsets, host_bytes = {}, 0
-        for i in made:
-            offsets[i] = host_bytes
-            nbytes = math.prod(leaves[i].shape) * leaves[i].dtype.itemsize
-            host_bytes += -(-nbytes // HOST_ALIGNMENT) * HOST_ALIGNMENT
+        leaves = tuple(leaves)
+        packing = find_packing(leaves, context.packings)
+        packed = {part.leaf for part in packing.parts} if packing else set()
+        alone = {i: leaf for i, leaf in enumerate(leaves) if leaf.target is not None and i not in packed}
+        targets: dict[int, Target] = {i: leaf.target for i, leaf in alone.items() if leaf.target}
+        sizes = {i: math.prod(leaf.shape) * leaf.dtype.itemsize for i, leaf in alone.items() if leaf.made}
+        costs = [leaf.cost for leaf in alone.values()]
+        if packing:
+            targets[len(leaves)], sizes[len(leaves)] = packing.target, packing.nbytes
+            costs.append(packing.cost)
+        offsets, host_bytes = _laid_out(sizes)
+        cost = total(costs)
         return cls(
             treedef=treedef,
             leaves=leaves,
             cost=cost,
             most=max(cost.values(), default=0),
+            packing=packing,
             offsets=offsets,
             host_bytes=host_bytes,
-            foreign=tuple(i for i, leaf in enumerate(leaves) if leaf.foreign),
-            made=made,
-            largest=max(made, key=lambda i: sum(leaves[i].cost.values()), default=None),
-            transfer=Transfer(context, loose, tuple(placed), tuple(placed.values())),
+            foreign=tuple(i for i, leaf in alone.items() if leaf.foreign),
+            made=tuple(sizes),
+            transfer=_transfer(targets, sizes.keys(), context),
         )
 
     @property
@@ -123,7 +125,7 @@ class Plan:
         return f"leaf {min(missing)} is missing" if missing else None
 
     def put(self, leaves: Sequence[Any]) -> list[Any]:
-        """Puts one batch: a leaf list of arrays, with the leaves that stay on the host as they are.
+        """Puts one batch: a list of parcels as arrays, with the leaves that stay on the host as they are.
 
         Blocking: only for the allocation of device memory; the copies are queued.
 
@@ -143,6 +145,30 @@ class Plan:
             if leaves[i].is_deleted():
                 path = self.leaves[i].path
                 raise deleted(f"Leaf {path}" if number is None else f"Batch {number}, leaf {path}")
+
+
+def _laid_out(sizes: dict[int, int]) -> tuple[dict[int, int], int]:
+    """Where parcels of these sizes lie one after another, and the bytes that they take together."""
+    offsets, end = {}, 0
+    for i, nbytes in sizes.items():
+        offsets[i] = end
+        end += -(-nbytes // HOST_ALIGNMENT) * HOST_ALIGNMENT
+    return offsets, end
+
+
+def _transfer(targets: dict[int, Target], made: Collection[int], context: Context) -> Transfer:
+    placed = {i: target.sharding for i, target in targets.items() if target.committed}
+    loose = tuple(i for i in made if i not in placed)
+    return Transfer(context, loose, tuple(placed), tuple(placed.values()))
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """Bytes on each device, together."""
+    out = Cost()
+    for cost in costs:
+        for device, n in cost.items():
+            out[device] = out.get(device, 0) + n
+    return out
 
 
 def plan_leaf(path: str, target: Target | None, leaf: Any, *, number: int, batch_axis: int, x64: bool) -> LeafPlan:
@@ -169,7 +195,7 @@ def plan_leaf(path: str, target: Target | None, leaf: Any, *, number: int, batch
         raise ValueError(f"{where}: shape {shape} does not fit {sharding}: {error}") from None
     weak = leaf.weak_type if foreign and hasattr(leaf, "weak_type") else is_weak(leaf) and target.is_local
     spec = jax.ShapeDtypeStruct(whole, dtype, sharding=sharding, weak_type=weak)
-    return LeafPlan(path, target, foreign, shape, dtype, spec, cost)
+    return LeafPlan(path, target, foreign, shape, dtype, spec, cost, from_array=isinstance(leaf, np.ndarray))
 
 
 def check_splits(target: Target, shape: Sequence[int], where: str, batch_axis: int) -> None:
@@ -228,7 +254,7 @@ def _device_dtype(dtype: np.dtype, x64: bool) -> np.dtype:
     native = dtype if dtype.isnative else dtype.newbyteorder("=")
     if native == jax.dtypes.float0:
         raise TypeError  # JAX would pass it through as it is
-    if native.name not in _STANDARD:
+    if native.name not in STANDARD_DTYPES:
         jax.device_put(np.zeros((), native))  # ml_dtypes: some JAX takes, which depends on its version
     return native if x64 else np.dtype(_NARROW.get(native.name, native))
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxprefetch.device.context import Device
+from jaxprefetch.device.handout import Delivery
 from jaxprefetch.device.plan import Plan
 
 
@@ -72,17 +73,24 @@ class Issued:
     """A batch on its way or handed out; these references go when it is settled."""
 
     plan: Plan
-    leaves: list[Any]
+    delivery: Delivery
+    parcels: list[Any]
+    outs: list[jax.Array] | None = None  # made of these at the hand-out
 
     @property
     def made(self) -> list[jax.Array]:
         """Arrays that we made from host data."""
-        return [self.leaves[i] for i in self.plan.made]
+        return [self.parcels[i] for i in self.plan.made]
 
     @property
     def arrays(self) -> list[jax.Array]:
         """These and the source's own."""
-        return [self.leaves[i] for i in (*self.plan.made, *self.plan.foreign)]
+        return [self.parcels[i] for i in (*self.plan.made, *self.plan.foreign)]
+
+    def delete(self) -> None:
+        """Gives back the memory of all that is not the source's own."""
+        for array in (*self.made, *(self.outs or ())):
+            array.delete()
 
     def proves(self, devices: Set[Device]) -> bool:
         """Whether its landing shows that what was put before on these devices has landed, too."""

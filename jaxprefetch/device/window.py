@@ -22,10 +22,11 @@ never pile up. The call that returns batch k therefore
               until the fence of step k-1 is done and k has landed. Handing out earlier gives the lead away; waiting
               longer leaves a ready device idle, and for ever when the source needs the result of step k.
 
-A batch is charged from its issue until it is released. It is released when it has landed and nobody refers to it;
-where memory is not handed out in compute order (`released_by="fence"`) and for a batch that the consumer deleted or
-donated, also the fence of its step has to be done. What follows: at most `size` batches in flight with `delete_used`,
-`size + 1` without, because the consumer's variable holds k-1 until `next(k)` returns.
+A batch is charged from its issue until it is released, and from its hand-out on also for what that makes of it (`out`);
+so it is issued only where every hand-out up to its own will find room. It is released when it has landed and nobody
+refers to it; where memory is not handed out in compute order (`released_by="fence"`) and for a batch that the consumer
+deleted or donated, also the fence of its step has to be done. What follows: at most `size` batches in flight with
+`delete_used`, `size + 1` without, because the consumer's variable holds k-1 until `next(k)` returns.
 
 A Ctrl-C may strike in any call. So a fact is worked out first, then written without a call between; told again, it
 changes nothing.
@@ -36,7 +37,7 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxprefetch.device.actions import Action, Do
-from jaxprefetch.device.flight import Cost, Flight, InFlight, charged
+from jaxprefetch.device.flight import Cost, Flight, InFlight
 
 
 class Window:
@@ -74,9 +75,9 @@ class Window:
         self._settled = 0  # batches below this have been settled
         self._fenced = -1  # the last step with a fence; fences finish in order
         self._refusals = 0  # times the next batch was refused by the device
-        self._staged: dict[int, tuple[Cost, bool]] = {}  # by number; what has been issued since goes with the next one
+        self._staged: dict[int, InFlight] = {}  # by number; what has been issued since goes with the next one
         self._next_staged = 0  # number of the next batch to stage
-        self._flight = Flight(by_fence=released_by == "fence")
+        self._flight = Flight(by_fence=released_by == "fence", gives_back=delete_used)
 
     # ---- what is so
 
@@ -126,9 +127,7 @@ class Window:
 
     def shortage(self) -> tuple[int, int]:
         """(bytes that the next staged batch needs, bytes charged) on the device where they are most together."""
-        cost, _ = self._staged[self.issued]
-        held = charged(self._flight.batches)
-        return max(((n, held.get(device, 0)) for device, n in cost.items()), key=sum, default=(0, 0))
+        return self._flight.shortage(self._staged[self.issued])
 
     # ---- facts
 
@@ -136,11 +135,11 @@ class Window:
         """`next()` was called; calling again after an interrupt continues the same call."""
         self._calling = True
 
-    def stage(self, cost: Cost, *, foreign: bool = False) -> None:
-        """One more batch can be issued."""
+    def stage(self, cost: Cost, *, foreign: bool = False, out: Cost | None = None) -> None:
+        """One more batch can be issued; its hand-out adds `out`."""
         self._legal(not self.ended, "a batch was staged after the end")
         number = self._next_staged
-        self._staged[number] = cost, foreign
+        self._staged[number] = InFlight(cost, out or {}, foreign)
         self._next_staged = number + 1
 
     def end(self) -> None:
@@ -166,7 +165,7 @@ class Window:
         self._legal(self.issued < self.taken + self.size and self._fits(), "batch %d does not fit", self.issued)
         self._legal(self._settled == self.taken, "batch %d has not been settled", self._settled)
         number = self.issued
-        batches = self._flight.with_issued(number, InFlight(*self._staged[number]))
+        batches = self._flight.with_issued(number, self._staged[number])
         self._staged.pop(number - 1, None)
         flight, self._refusals = self._flight, 0
         flight.batches = batches
@@ -215,17 +214,17 @@ class Window:
     def hand_out(self) -> int:
         """`next()` returns batch k: from here on the consumer's variable does not hold k-1 any more."""
         k = self.taken
-        self._legal(self._calling and self.issued > k and self._settled == k, "batch %d cannot be handed out", k)
+        due = self._calling and self.issued > k and self._settled == k
+        self._legal(due and self._out_fits(k), "batch %d cannot be handed out", k)
         short = self.staged > 0 and self.issued < k + self.size
         cut = self.cut_by_bytes + (short and self._within_count() and not self._within_bytes())
-        flight, previous = self._flight, self._flight.batches.get(k - 1)
-        batches = flight.without_dropped(k - 1)
+        flight, batch, previous = self._flight, self._flight.batches[k], self._flight.batches.get(k - 1)
+        batches, peak = flight.without_dropped(k - 1), max(flight.peak_bytes, flight.most_with_out(k))
         if previous is not None:
             previous.dropped = True
-        flight.batches = batches
-        self.cut_by_bytes = cut
-        self.taken = k + 1
-        self._calling = False
+        batch.handed_out = True
+        flight.batches, flight.peak_bytes = batches, peak
+        self.cut_by_bytes, self.taken, self._calling = cut, k + 1, False
         return k
 
     # ---- what to do next
@@ -244,7 +243,12 @@ class Window:
                 return Action(Do.ISSUE, self.issued)
             if self._inline and not self.staged and not self.ended:
                 return Action(Do.AWAIT_SOURCE, self.issued)
-        return self._without_batch(k) if self.issued == k else self._with_batch(k)
+        if self.issued == k:
+            return self._without_batch(k)
+        action = self._with_batch(k)
+        if action.do is Do.HAND_OUT and not self._out_fits(k):
+            return self._first_waiting() or action  # there is one: else batch k would not have been issued
+        return action
 
     def _without_batch(self, k: int) -> Action:
         """Batch k has not been issued."""
@@ -291,9 +295,11 @@ class Window:
     def _within_bytes(self, without_waiting: bool = False) -> bool:
         if self.max_bytes is None:
             return True
-        cost, _ = self._staged[self.issued]
-        held = charged(self._flight.held(without_waiting))
-        return all(n + held.get(device, 0) <= self.max_bytes for device, n in cost.items())
+        j = self.issued
+        return self._flight.most_to_come(j, self._staged[j], self.taken, without_waiting) <= self.max_bytes
+
+    def _out_fits(self, k: int) -> bool:
+        return self.max_bytes is None or self._flight.most_with_out(k) <= self.max_bytes
 
     def _legal(self, condition: bool, what: str, *numbers: int) -> None:
         if not condition:

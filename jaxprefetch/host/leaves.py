@@ -174,3 +174,12 @@ def zero_beyond(out: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     for axis, n in enumerate(shape):
         out[(*(slice(None),) * axis, slice(n, None))] = np.zeros((), out.dtype)
     return out[tuple(slice(n) for n in shape)]
+
+
+def padded(leaf: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """The leaf in this shape, filled up with zeros where it lacks rows."""
+    if leaf.shape == tuple(shape):
+        return leaf
+    out = np.empty(tuple(shape), leaf.dtype)
+    zero_beyond(out, leaf.shape)[...] = leaf
+    return out

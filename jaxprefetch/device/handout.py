@@ -1,0 +1,187 @@
+"""From what was put to the batch that the loop gets: packed leaves taken apart, `on_device` applied, in one call.
+
+Synopsis:
+
+    handout = HandOut(on_device=None, context=Context.current())
+    delivery = handout.delivery(plan, staged.leaves)     # made once a plan
+    outs = delivery.dispatch(parcels)                    # once the batch is due; nothing is waited for
+    batch = jax.tree_util.tree_unflatten(delivery.treedef, delivery.leaves(parcels, outs))
+
+The call is dispatched at the hand-out, behind the step before: earlier it would hold up that step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxprefetch.device.context import Context, compiled_as_ever, in_clean_thread
+from jaxprefetch.device.packing import Packing, buffer_struct, compiled_unpack
+from jaxprefetch.device.plan import Cost, LeafPlan, Plan, leaf_cost, total
+
+OnDevice = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How batches of one plan become what the loop gets."""
+
+    treedef: Any
+    spec: Any  # the tree of shapes, dtypes and shardings
+    order: tuple[int, ...]  # its leaves among the parcels and, after these, what the call makes
+    largest: int | None  # of the leaves that were made here
+    out: Cost  # bytes that the call adds on each device
+    most: int  # bytes of a batch on its fullest device, with these
+    inputs: tuple[int, ...] = ()  # parcels that the call takes
+    call: Callable[..., list[jax.Array]] | None = None
+
+    def dispatch(self, parcels: Sequence[Any]) -> list[jax.Array]:
+        """What is made on the devices, without waiting for it."""
+        if self.call is None:
+            return []
+        with compiled_as_ever():
+            return self.call(*[parcels[i] for i in self.inputs])
+
+    def leaves(self, parcels: Sequence[Any], outs: Sequence[jax.Array]) -> list[Any]:
+        """The leaves of the batch."""
+        if self.call is None:
+            return list(parcels)
+        both = [*parcels, *outs]
+        return [both[i] for i in self.order]
+
+
+class HandOut:
+    """Knows how to hand out batches of any plan. Used by one thread at a time.
+
+    Args:
+        on_device: from batch to batch, compiled once for each structure; None delivers what was put.
+        context: in force while it is traced, and nothing else of what is in force around the loop.
+    """
+
+    def __init__(self, on_device: OnDevice | None, context: Context):
+        self.on_device = on_device
+        self._context = context
+        self._deliveries: weakref.WeakKeyDictionary[Plan, Delivery] = weakref.WeakKeyDictionary()
+
+    def delivery(self, plan: Plan, leaves: Sequence[Any]) -> Delivery:
+        """For batches of this plan, of which `leaves` is one as staged. Blocking: while it is compiled, once a plan.
+
+        Raises:
+            Exception: what `on_device` raises, or JAX when it is traced.
+        """
+        delivery = self._deliveries.get(plan)
+        if delivery is None:
+            delivery = self._deliveries[plan] = self._make(plan, leaves)
+        return delivery
+
+    def _make(self, plan: Plan, leaves: Sequence[Any]) -> Delivery:
+        if self.on_device is not None:
+            return _transformed(plan, leaves, self.on_device, self._context)
+        if plan.packing is not None:
+            return _unpacked(plan, plan.packing, self._context)
+        sizes = {i: sum(leaf.cost.values()) for i, leaf in enumerate(plan.leaves) if leaf.made}
+        return Delivery(plan.treedef, None, tuple(range(len(plan.leaves))), _argmax(sizes), Cost(), plan.most)
+
+
+def _unpacked(plan: Plan, packing: Packing, context: Context) -> Delivery:
+    n = len(plan.leaves)
+    places = {part.leaf: n + 1 + position for position, part in enumerate(packing.parts)}
+    sizes = {i: sum(leaf.cost.values()) for i, leaf in enumerate(plan.leaves) if leaf.made}
+    out = total(plan.leaves[i].cost for i in places)
+    return Delivery(
+        treedef=plan.treedef,
+        spec=None,
+        order=tuple(places.get(i, i) for i in range(n)),
+        largest=_argmax(sizes),
+        out=out,
+        most=_most(plan.cost, out),
+        inputs=(n,),
+        call=compiled_unpack(packing, context),
+    )
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class OnHost:
+    """Stands in a traced batch for a leaf that stays on the host: `on_device` may move it or leave it out."""
+
+    leaf: int
+
+
+def _transformed(plan: Plan, leaves: Sequence[Any], on_device: OnDevice, context: Context) -> Delivery:
+    n, packing = len(plan.leaves), plan.packing
+    packed = [part.leaf for part in packing.parts] if packing else []
+    inputs = [i for i, leaf in enumerate(plan.leaves) if leaf.target is not None and i not in packed]
+    structs = [_struct(plan.leaves[i], leaves[i]) for i in inputs]
+    if packing:
+        inputs.append(n)
+        structs.append(buffer_struct(packing))
+    trees: list[Any] = []  # what `on_device` returned, when it was traced
+
+    def jaxprefetch_on_device(*parcels: Any) -> list[Any]:
+        batch: list[Any] = [OnHost(i) for i in range(n)]
+        for i, parcel in zip(inputs, parcels, strict=True):
+            if i < n:
+                batch[i] = parcel
+        if packing:
+            for i, leaf in zip(packed, packing.unpack(parcels[-1]), strict=True):
+                batch[i] = leaf
+        out = on_device(jax.tree_util.tree_unflatten(plan.treedef, batch))
+        outs, tree = jax.tree_util.tree_flatten(out)
+        trees.append(tree)
+        return outs
+
+    def compiled() -> tuple[Any, Any]:
+        with context.entered():
+            traced = jax.jit(jaxprefetch_on_device).trace(*structs)
+            return traced.out_info, traced.lower().compile()
+
+    infos, call = in_clean_thread(compiled)
+    specs = [_spec(*pair) for pair in zip(infos, call.output_shardings, strict=True)]
+    costs = [leaf_cost(spec.shape, spec.dtype.itemsize, spec.sharding) for spec in specs]
+    first, out = n + (packing is not None), total(costs)
+    order, treedef = _with_host_leaves(trees[-1], first)
+    return Delivery(
+        treedef=treedef,
+        spec=jax.tree_util.tree_unflatten(treedef, [plan.leaves[i].spec if i < n else specs[i - first] for i in order]),
+        order=order,
+        largest=_argmax({place: sum(costs[i - first].values()) for place, i in enumerate(order) if i >= first}),
+        out=out,
+        most=_most(plan.cost, out),
+        inputs=tuple(inputs),
+        call=call,
+    )
+
+
+def _with_host_leaves(tree: Any, first: int) -> tuple[tuple[int, ...], Any]:
+    """Which leaf goes where, and the tree in which those that stayed on the host are leaves again."""
+    outs = jax.tree_util.tree_unflatten(tree, range(first, first + tree.num_leaves))
+    leaves, treedef = jax.tree_util.tree_flatten(outs, is_leaf=lambda x: isinstance(x, OnHost))
+    return tuple(leaf.leaf if isinstance(leaf, OnHost) else leaf for leaf in leaves), treedef
+
+
+def _struct(plan: LeafPlan, leaf: Any) -> jax.ShapeDtypeStruct:
+    """A parcel, as a compiler has to know it: with a sharding if it is committed to it."""
+    spec = plan.spec
+    committed = plan.target is not None and plan.target.committed
+    if plan.foreign and not committed:
+        committed = leaf.committed
+    return jax.ShapeDtypeStruct(
+        spec.shape, spec.dtype, sharding=spec.sharding if committed else None, weak_type=spec.weak_type
+    )
+
+
+def _spec(info: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding, weak_type=info.weak_type)
+
+
+def _most(cost: Cost, out: Cost) -> int:
+    return max(total([cost, out]).values(), default=0)
+
+
+def _argmax(sizes: dict[int, int]) -> int | None:
+    return max(sizes, key=sizes.__getitem__, default=None)
