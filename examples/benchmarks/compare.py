@@ -22,6 +22,7 @@ PARTS = {
     "rl": "workloads:rl_part",
     "samples": "samples:samples_part",
     "steps": "workloads:steps_part",
+    "fetch": "fetch:fetch_part",
 }
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 Record = dict
 PARTS = (
-    *("link", "alexnet", "tokens", "rl", "samples", "steps"),
+    *("link", "alexnet", "tokens", "rl", "samples", "steps", "fetch"),
     *("check", "memory", "inflight", "short", "sync"),
 )
 PACKAGES = ("jaxprefetch", "jax", "jaxlib", "flax", "grain", "torch", "numpy")
@@ -27,6 +27,7 @@ UNITS = {
     "link": "GiB/s, all devices",
     "rl": "ms added to the best possible step",
     "samples": "GiB/s",
+    "fetch": "GiB/s, or share of the step alone",
     "inflight": "most batches on a device",
 }
 MARKED = re.compile(r"(<!-- results:([\w-]+)(:brief)? -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -83,7 +84,8 @@ def _columns(part: str, record: Record) -> list[tuple[str, dict[str, str]]]:
     if part == "check":
         right = sum(value == "OK" for value in results.values())
         return [(gpus, {"consumers with right values": f"{right} of {len(results)}"})]
-    cell = {"link": _rate, "samples": _rate, "rl": _added, "inflight": _inflight, "memory": _peak}.get(part, _share)
+    cells = {"link": _rate, "samples": _rate, "rl": _added, "inflight": _inflight, "memory": _peak, "fetch": _fetched}
+    cell = cells.get(part, _share)
     cases = {name: case for name, case in results.items() if isinstance(case, dict)}
     if part not in ("inflight", "memory"):
         cases = {name: case["methods"] for name, case in cases.items() if "methods" in case}
@@ -100,6 +102,14 @@ def _added(record: dict) -> str:
 
 def _rate(record: dict) -> str:
     return _number(record["gib_s"], digits=1)
+
+
+def _fetched(record: dict) -> str:
+    return (
+        f"{_rate(record)}, {record['share_of_limit']:.2f} of the limit"
+        if "share_of_limit" in record
+        else _share(record)
+    )
 
 
 def _number(spread: dict | None, digits: int = 3) -> str:

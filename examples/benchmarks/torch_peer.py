@@ -36,9 +36,10 @@ class Torch:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
             self._process = subprocess.Popen([sys.executable, SCRIPT], text=True, **pipes)
 
-    def copy(self, megabytes: float) -> Method:
-        """A pinned `non_blocking` copy: the limit of the link."""
-        return self._method("torch pinned copy", {"do": "copy", "megabytes": megabytes, "gpus": self._gpus})
+    def copy(self, megabytes: float, *, back: bool = False) -> Method:
+        """A pinned `non_blocking` copy, to the devices or back: the limit of the link."""
+        request = {"do": "copy", "megabytes": megabytes, "gpus": self._gpus, "back": back}
+        return self._method("torch pinned copy", request)
 
     def train(self, how: str, dtype: str, net, tiny: bool) -> Method:
         """AlexNet's loop in PyTorch, on one GPU: "resident", or fed by a `DataLoader` with `how` workers."""

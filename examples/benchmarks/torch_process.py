@@ -1,7 +1,7 @@
 """PyTorch in a process of its own: it answers requests for measurements, so that they can take turns with JAX's.
 
     python torch_process.py             # reads one JSON request a line, answers each with one JSON line
-    {"do": "copy", "megabytes": 64, "gpus": 1, "budget": {...}, "pace_ms": null}
+    {"do": "copy", "megabytes": 64, "gpus": 1, "back": false, "budget": {...}, "pace_ms": null}
     {"do": "train", "how": "resident", "dtype": "uint8", "net": {...}, "tiny": false, "budget": {...}, "pace_ms": null}
 
 `torch_peer.py` is the other end. Between requests it waits and uses neither the GPU nor the link.
@@ -28,13 +28,13 @@ COUNT = 2
 
 
 class Copies:
-    """Pinned `non_blocking` copies into device memory that is there already: the limit of the link."""
+    """Pinned `non_blocking` copies between memory of the host and of the devices that is there already: the link's limit."""
 
     def __init__(self):
         self._size: tuple[float, int] | None = None
 
-    def measure(self, megabytes: float, gpus: int, settings: Budget, pace_ms: float | None) -> dict:
-        """Copies `megabytes` to each of the GPUs at once; returns milliseconds for one such batch, or why not."""
+    def measure(self, megabytes: float, gpus: int, back: bool, settings: Budget, pace_ms: float | None) -> dict:
+        """Copies `megabytes` to all GPUs at once, or back; returns milliseconds for one such batch, or why not."""
         if torch.cuda.device_count() < gpus:
             return {"unavailable": f"PyTorch sees {torch.cuda.device_count()} GPUs"}
         if self._size != (megabytes, gpus):
@@ -42,13 +42,14 @@ class Copies:
             self._hosts = [torch.rand(values).pin_memory() for _ in range(gpus)]
             self._devices = [torch.empty(values, device=f"cuda:{i}") for i in range(gpus)]
             self._size = (megabytes, gpus)
-        return budget.measured(self._run, settings, pace_ms)
+        targets, sources = (self._hosts, self._devices) if back else (self._devices, self._hosts)
+        return budget.measured(lambda count: self._run(targets, sources, count), settings, pace_ms)
 
-    def _run(self, count: int) -> float:
+    def _run(self, targets: list[torch.Tensor], sources: list[torch.Tensor], count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
-            for host, device in zip(self._hosts, self._devices, strict=True):
-                device.copy_(host, non_blocking=True)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
         for device in self._devices:
             torch.cuda.synchronize(device.device)
         return time.perf_counter() - start
