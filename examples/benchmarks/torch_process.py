@@ -28,7 +28,7 @@ COUNT = 2
 
 
 class Copies:
-    """Pinned `non_blocking` copies between memory of the host and of the devices that is there already: the link's limit."""
+    """Pinned `non_blocking` copies between host memory and device memory that is there already: the link's limit."""
 
     def __init__(self):
         self._size: tuple[float, int] | None = None
