@@ -2,14 +2,14 @@
 
 Synopsis:
 
-    except Exception as error:
-        add_note(error, "jaxprefetch: raised while batch 3 was staged")
-        raise
+    with Noted("jaxprefetch: raised while batch 3 was staged"):
+        ...
 """
 
 from __future__ import annotations
 
 import contextlib
+from types import TracebackType
 
 KEEP = "Name it in keep_on_host to receive it as it is, or leave it out of the batch."
 """The cure for a leaf that cannot go to a device."""
@@ -24,6 +24,23 @@ def add_note(error: BaseException, text: str, *, unless: str | None = None) -> N
     with contextlib.suppress(Exception):
         if unless is None or not str(error).startswith(unless):
             error.add_note(text)
+
+
+class Noted:
+    """Adds the note to what is raised inside, as `add_note` does.
+
+    `contextlib.contextmanager` would set the traceback, which a frozen dataclass refuses (seen in Python 3.11).
+    """
+
+    def __init__(self, text: str, *, unless: str | None = None):
+        self._text, self._unless = text, unless
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            add_note(error, self._text, unless=self._unless)
 
 
 def deleted(where: str) -> ValueError:

@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    layout = Layout(structure, kept, batch, leaves, options, number=0)
+    layout = Layout(parts, options, number=0)
     rows = layout.rows(leaves)
     plan, order = layout.plan(leaves, deliver=rows, number=0, context=context)
 """
@@ -47,6 +47,16 @@ class Structure:
     named: tuple[bool, ...]  # by keep_on_host, as far as that gives names
 
 
+@dataclass(frozen=True)
+class Parts:
+    """A batch taken apart: the tree, how such trees are staged, which leaves stay on the host, the leaves."""
+
+    batch: Any
+    structure: Structure
+    kept: tuple[bool, ...]
+    leaves: Sequence[Any]
+
+
 class Layout:
     """What is so for every batch of one structure with the same shapes, dtypes and leaves kept on the host.
 
@@ -54,16 +64,9 @@ class Layout:
         shards: into how many parts this process's rows are split.
     """
 
-    def __init__(
-        self,
-        structure: Structure,
-        kept: tuple[bool, ...],
-        batch: Any,
-        leaves: Sequence[Any],
-        options: StagingOptions,
-        number: int,
-    ):
-        self._paths, self._targets, self._kept, self._options = structure.paths, structure.targets, kept, options
+    def __init__(self, parts: Parts, options: StagingOptions, number: int):
+        structure, leaves = parts.structure, parts.leaves
+        self._paths, self._targets, self._kept, self._options = structure.paths, structure.targets, parts.kept, options
         self._treedef, self._order = structure.treedef, tuple(range(len(leaves)))
         self._rows_leaf = self._find_rows(leaves)
         self._plan: tuple[int | None, Plan] | None = None  # the last one, with its rows: a pass has one number of them
@@ -72,13 +75,19 @@ class Layout:
             ndim = np.ndim(leaves[self._rows_leaf])
             self.shards = self._targets[self._rows_leaf].local_shards(ndim)[options.batch_axis]
             if options.last_batch == "pad":
-                self._treedef, self._order = _with_mask(batch, structure.treedef, options.mask_key, number)
+                self._treedef, self._order = _with_mask(parts.batch, structure.treedef, options.mask_key, number)
 
     def rows(self, leaves: Sequence[Any]) -> int | None:
         """The batch's rows; None when no leaf tells."""
         if self._rows_leaf is None:
             return None
         return np.shape(leaves[self._rows_leaf])[self._options.batch_axis]
+
+    def length(self, leaves: Sequence[Any]) -> int | None:
+        """How far the batch goes along axis 0, where sources write; None when no leaf has that axis."""
+        if self._rows_leaf is not None and not self._options.batch_axis:
+            return len(leaves[self._rows_leaf])
+        return next((len(leaf) for leaf in leaves if np.ndim(leaf)), None)
 
     def plan(
         self, leaves: Sequence[Any], *, deliver: int | None, number: int, context: Context
@@ -127,6 +136,36 @@ class Layout:
                 target = Target(leaf.sharding, leaf.committed)  # where the whole batches of this source are
         shape = (*leaf.shape[:axis], deliver, *leaf.shape[axis + 1 :])
         return target, np.broadcast_to(np.empty((), leaf.dtype), shape)
+
+
+def signature(leaf: Any) -> Any:
+    """What leaves have in common that travel in the same way."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, leaf.dtype
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, leaf.sharding
+    return type(leaf)
+
+
+def named(paths: Sequence[str], names: Sequence[str]) -> tuple[bool, ...]:
+    """Which leaves have one of the names, or are in a subtree of that name."""
+    return tuple(any(_is_under(path, name) for name in names) for path in paths)
+
+
+def _is_under(path: str, name: str) -> bool:
+    return path == name or path.startswith(name + "/")
+
+
+def check_names(names: Sequence[str], paths: Sequence[str], number: int) -> None:
+    """Whether each name of `keep_on_host` is that of a leaf.
+
+    Raises:
+        ValueError: one is not; tells the leaves.
+    """
+    for name in names:
+        if not any(_is_under(path, name) for path in paths):
+            some = ", ".join(paths[:10]) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")
+            raise ValueError(f"Batch {number}: keep_on_host names {name!r}, but no leaf is called so. Leaves: {some}.")
 
 
 _DICTS = dict, collections.OrderedDict, collections.defaultdict

@@ -209,7 +209,7 @@ class DevicePrefetcher(Generic[T]):
         if self._readers or self._over or self._feed.closed:
             return
         self._stager.begin_pass()
-        pipeline = Pipeline(self._source, self._stager.stage)
+        pipeline = Pipeline(self._source, self._stager)
         context = SourceContext(self._context).entered
         if self._host_size:
             reader = Reader(pipeline, context=context, host_size=self._host_size, max_host_bytes=self._max_host_bytes)

@@ -21,7 +21,7 @@ import numpy as np
 from jaxprefetch.device.pinning import Pinning
 from jaxprefetch.device.placement import Placement, Target
 from jaxprefetch.device.plan import LeafPlan, Plan
-from jaxprefetch.errors import add_note
+from jaxprefetch.errors import Noted
 from jaxprefetch.host.batching import LastBatch
 from jaxprefetch.host.leaves import (
     Separate,
@@ -37,7 +37,8 @@ from jaxprefetch.host.leaves import (
     zero_beyond,
 )
 from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
-from jaxprefetch.layout import Layout, StagingOptions, Structure
+from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_names, named, signature
+from jaxprefetch.offer import Offer, stand_in
 from jaxprefetch.recent import Recent
 
 logger = logging.getLogger("jaxprefetch")
@@ -106,8 +107,20 @@ class Stager:
         """Batch numbers and the rows to compare with start again."""
         self._policy = LastBatch(self._options.last_batch)
 
+    def offer(self, spec: Any, number: int, reserve: Callable[[int], None]) -> Offer:
+        """Host memory that the source can write a batch into, which it describes by shapes and dtypes.
+
+        Blocking: in `reserve`, which is told how many bytes of host memory the batch takes.
+
+        Raises:
+            TypeError: `spec` is no such description.
+            TypeError, ValueError: such a batch cannot go where it should.
+        """
+        with Noted(f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}"):
+            return self._offer(spec, number, reserve)
+
     def stage(self, raw: Any, number: int, reserve: Callable[[int], None]) -> Staged | None:
-        """One batch ready to be put; None for a short last batch that is left out.
+        """One batch ready to be put, or an offer that has been written; None for a short last one that is left out.
 
         Blocking: in `reserve`, which is told how many bytes of host memory the batch takes.
 
@@ -115,43 +128,75 @@ class Stager:
             TypeError, ValueError, OverflowError: the batch cannot go where it should; names the batch and the leaf.
             Exception: what a leaf, a node or the predicate of `keep_on_host` raises, with the batch in a note.
         """
-        try:
+        with Noted(f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}"):
             return self._stage(raw, number, reserve)
-        except Exception as error:
-            add_note(error, f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}")
-            raise
+
+    def _offer(self, spec: Any, number: int, reserve: Callable[[int], None]) -> Offer:
+        spec = plain(spec)
+        leaves, treedef = jax.tree_util.tree_flatten(spec)
+        structure = self._structure(spec, treedef, number)
+        where = f"Batch {number}, leaf"
+        leaves = [stand_in(leaf, f"{where} {path}") for leaf, path in zip(leaves, structure.paths, strict=True)]
+        whole = Parts(spec, structure, self._kept(structure, leaves), leaves)
+        layout = self._layout(whole, number)
+        if (length := layout.length(leaves)) is None:
+            raise ValueError(f"Batch {number}: element_spec has no leaf with an axis of rows. Describe whole batches.")
+        room = rows = layout.rows(leaves)
+        if rows is not None:
+            room = self._policy.room(rows, layout.shards)
+            if room is None:  # all that can be done with what is written is to leave it out
+                return Offer(number, whole, length, None, (), Fresh())
+        plan, order = layout.plan(leaves, deliver=room, number=number, context=self._placement.context)
+        reserve(plan.host_bytes)
+        return Offer(number, whole, length, plan, order, self._memory.take(plan.host_bytes))
 
     def _stage(self, raw: Any, number: int, reserve: Callable[[int], None]) -> Staged | None:
+        offer = raw if isinstance(raw, Offer) else None
+        parts = self._apart(raw, number) if offer is None else offer.parts()
+        layout, leaves = self._layout(parts, number), list(parts.leaves)
+        rows = deliver = layout.rows(leaves)
+        if rows is not None:
+            deliver = self._policy.admit(number, rows, layout.shards)
+            if deliver is None:
+                if offer is not None and offer.plan is not None:
+                    reserve(-offer.plan.host_bytes)
+                return None
+        plan, order = layout.plan(leaves, deliver=deliver, number=number, context=self._placement.context)
+        self._compare_with_first(plan, number)
+        if offer is None or offer.plan is None:
+            reserve(plan.host_bytes)
+            return self._own(plan, order, leaves, rows, number)
+        reserve(plan.host_bytes - offer.plan.host_bytes)
+        return self._in_place(offer, plan, order, leaves, rows, number)
+
+    def _apart(self, raw: Any, number: int) -> Parts:
         leaves, treedef = jax.tree_util.tree_flatten(raw)
         if any(type(leaf) is not np.ndarray and isinstance(leaf, Mapping) for leaf in leaves):
             raw = plain(raw)
             leaves, treedef = jax.tree_util.tree_flatten(raw)
-        structure = self._structures.get(treedef, lambda: self._new_structure(raw, treedef, number))
+        structure = self._structure(raw, treedef, number)
         kept = self._kept(structure, leaves)
         leaves = [
             leaf if keep or type(leaf) is np.ndarray else self._on_host(leaf, target, f"Batch {number}, leaf {path}")
             for leaf, keep, target, path in zip(leaves, kept, structure.targets, structure.paths, strict=True)
         ]
-        key = structure, kept, [_signature(leaf) for leaf, keep in zip(leaves, kept, strict=True) if not keep]
-        layout = self._layouts.get(key, lambda: Layout(structure, kept, raw, leaves, self._options, number))
-        rows = deliver = layout.rows(leaves)
-        if rows is not None:
-            deliver = self._policy.admit(number, rows, layout.shards)
-            if deliver is None:
-                return None
-        plan, order = layout.plan(leaves, deliver=deliver, number=number, context=self._placement.context)
-        self._compare_with_first(plan, number)
-        reserve(plan.host_bytes)
-        return self._own(plan, order, leaves, rows, number)
+        return Parts(raw, structure, kept, leaves)
 
     # ---- what is cached
 
+    def _structure(self, raw: Any, treedef: Any, number: int) -> Structure:
+        return self._structures.get(treedef, lambda: self._new_structure(raw, treedef, number))
+
     def _new_structure(self, raw: Any, treedef: Any, number: int) -> Structure:
         if self._first is None:
-            _check_names(self._names, leaf_paths(raw, with_none=True), number)
+            check_names(self._names, leaf_paths(raw, with_none=True), number)
         paths = leaf_paths(raw)
-        named = tuple(any(_is_under(path, name) for name in self._names) for path in paths)
-        return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named)
+        return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._names))
+
+    def _layout(self, parts: Parts, number: int) -> Layout:
+        signatures = [signature(leaf) for leaf, keep in zip(parts.leaves, parts.kept, strict=True) if not keep]
+        key = parts.structure, parts.kept, signatures
+        return self._layouts.get(key, lambda: Layout(parts, self._options, number))
 
     # ---- each batch
 
@@ -184,6 +229,23 @@ class Stager:
             hint,
         )
 
+    def _in_place(
+        self, offer: Offer, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int
+    ) -> Staged:
+        """What the source has written, sent from where it lies; what cannot be is copied beside it."""
+        out: list[Any] = []
+        copied: list[int] = []
+        for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
+            leaf = leaves[at] if at < len(leaves) else np.arange(leaf_plan.shape[0]) < rows
+            placed = offer.in_place(at, leaf, leaf_plan.shape)
+            if leaf_plan.made and placed is None:
+                leaf = self._checked(leaf, leaf_plan, number)
+                copied.append(i)
+            out.append(leaf if placed is None else placed)
+        as_offered = offer.plan is not None and plan.offsets == offer.plan.offsets  # else places overlap
+        self._copy(plan, out, copied, offer.slot if as_offered else Fresh())
+        return Staged(out, plan, offer.slot)
+
     def _own(self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int) -> Staged:
         """Host memory of our own for every leaf that needs it."""
         out: list[Any] = []
@@ -208,6 +270,7 @@ class Stager:
         return Staged(out, plan, slot)
 
     def _copy(self, plan: Plan, leaves: list[Any], which: Sequence[int], slot: Slot | Fresh) -> None:
+        """Copies leaves to where they are sent from; those that travel packed leave a buffer at the end instead."""
         pairs = []
         for i in which:
             if i in plan.offsets:
@@ -246,23 +309,3 @@ class Stager:
             and self._sent_directly(leaf)
             and separate.claims(leaf)
         )
-
-
-def _signature(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray):
-        return leaf.shape, leaf.dtype
-    if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.sharding
-    return type(leaf)
-
-
-def _is_under(path: str, name: str) -> bool:
-    return path == name or path.startswith(name + "/")
-
-
-def _check_names(names: Sequence[str], paths: Sequence[str], number: int) -> None:
-    for name in names:
-        if not any(_is_under(path, name) for path in paths):
-            some = ", ".join(paths[:10]) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")
-            raise ValueError(f"Batch {number}: keep_on_host names {name!r}, but no leaf is called so. Leaves: {some}.")
-        """Copies leaves to where they are sent from; those that travel packed leave a buffer at the end instead."""

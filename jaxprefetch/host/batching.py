@@ -29,6 +29,12 @@ class LastBatch:
         self._padded = 0  # the same, rounded up to the shards
         self._short: tuple[int, int] | None = None
 
+    def room(self, rows: int, shards: int) -> int | None:
+        """The most rows to deliver of a batch that has so many at most; None where it will be held back."""
+        if self.mode == "drop" and self._rows is not None and rows < self._rows:
+            return None
+        return rows if self.mode != "pad" else max(self._padded, -(-rows // shards) * shards)
+
     def admit(self, number: int, rows: int, shards: int) -> int | None:
         """The rows to deliver; None to hold the batch back, which is right only if it turns out to be the last.
 

@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    pipeline = Pipeline(Source(loader), stage)
+    pipeline = Pipeline(Source(loader), stager)
     item = pipeline.advance(0, reserve)  # a staged batch, or End
     pipeline.close()
 """
@@ -17,20 +17,38 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from jax.profiler import TraceAnnotation
 
 from jaxprefetch.errors import add_note
-from jaxprefetch.host.source import Source, close_iterator
+from jaxprefetch.host.source import Source, close_iterator, writes_batches
 
 logger = logging.getLogger("jaxprefetch")
-
+T = TypeVar("T")
 
 EnterContext = Callable[[], contextlib.AbstractContextManager[Any]]
 
 Reserve = Callable[[int], None]
 """Called with the bytes of host memory that a batch is about to take; waits until there are so many."""
+
+
+class Offer(Protocol):
+    """Host memory for a batch: `out` is written by the source, `rows` takes what it returns."""
+
+    out: Any
+    rows: list[Any]
+
+    @property
+    def ended(self) -> bool: ...
+    def free(self) -> None: ...
+
+
+class Stages(Protocol):
+    """Makes a staged batch from what was pulled (None: left out), or memory for one from what the source describes."""
+
+    def stage(self, raw: Any, number: int, reserve: Reserve, /) -> Any: ...
+    def offer(self, spec: Any, number: int, reserve: Reserve, /) -> Offer: ...
 
 
 class Cancelled(Exception):
@@ -67,6 +85,10 @@ class SourceTimes:
             self.passes + other.passes,
         )
 
+    def working_ns(self) -> int:
+        """A clock that stands still while the thread waits for room."""
+        return time.perf_counter_ns() - self.room_ns
+
     @property
     def batch_ns(self) -> float:
         """What the source and staging take for a batch that is not the first of its pass."""
@@ -76,19 +98,17 @@ class SourceTimes:
 class Pipeline:
     """Pull and stage, one batch a call. The source is never called again after its end or an error."""
 
-    def __init__(
-        self,
-        source: Source,
-        stage: Callable[[Any, int, Reserve], Any],
-    ):
+    def __init__(self, source: Source, stager: Stages):
         self.times = SourceTimes()
-        self.iterator: Iterator[Any] | None = None
+        self.iterator: Any = None
         self._source = source
-        self._stage = stage
+        self._stager = stager
         self._end: End | None = None
         self._pulls: Iterator[Any] | None = None  # what calls the iterator, in C
         self._number = -1
         self._raw: list[Any] = []  # batch `_number`, once it is pulled
+        self._writes = False  # the source writes its batches itself
+        self._offer: Offer | None = None  # what it writes batch `_number` into
 
     def advance(self, number: int, reserve: Reserve, caught: type[BaseException] = BaseException) -> Any:
         """Batch `number`, staged, or the end; errors of type `caught` end the pass, others pass through.
@@ -97,7 +117,7 @@ class Pipeline:
         """
         while self._end is None:
             try:
-                self._pull(number)
+                self._pull(number, reserve)
                 item = self._stage_pulled(number, reserve)
             except StopIteration:
                 self._end = End()
@@ -107,11 +127,13 @@ class Pipeline:
                 if item is not None:
                     return item
                 number += 1  # that one is left out if it was the last
+        self._take_back()
         return self._end
 
     def forget(self) -> None:
         """The batch staged last is in safe hands."""
         self._raw.clear()
+        self._offer = None
 
     def close(self) -> None:
         """Closes the iterator; what that raises is logged, for the pass is over."""
@@ -128,51 +150,85 @@ class Pipeline:
         iterator, self.iterator, self._pulls = self.iterator, None, None
         return iterator
 
-    def _pull(self, number: int) -> None:
+    def _pull(self, number: int, reserve: Reserve) -> None:
         if self._number != number:
             self._raw.clear()
+            self._take_back()  # that one was left out
             self._number = number
         if self._raw:  # an interrupt struck while it was staged
             return
-        times, start = self.times, time.perf_counter_ns()
-        times.inside = f"the source, for batch {number}"
+        times = self.times
+        start = times.working_ns()
         with TraceAnnotation("jaxprefetch.pull"):
-            self._next(number)
-        took = time.perf_counter_ns() - start
+            pulls = self._ask(number, self._open)
+            if self._writes:
+                self._read(number, reserve)
+            else:  # in one call of C's: no interrupt comes between the source's return and that
+                self._ask(number, lambda: self._raw.extend(itertools.islice(pulls, 1)))
+        if not self._raw:
+            raise StopIteration
+        took = times.working_ns() - start
         times.pulled = number + 1
         times.pull_ns += took
         if not number:
             times.first_ns, times.passes = took, 1
 
-    def _next(self, number: int) -> None:
-        """Pulls into `_raw` in one call of C's: no interrupt comes between the source's return and that."""
+    def _open(self) -> Iterator[Any]:
+        if self._pulls is None:
+            if self.iterator is None:
+                self.iterator = self._source.open()
+            self._writes = writes_batches(self.iterator)
+            self._pulls = itertools.starmap(next, itertools.repeat((self.iterator,)))
+        return self._pulls
+
+    def _read(self, number: int, reserve: Reserve) -> None:
+        """Has the source write the batch; after an interrupt again, into the same memory, unless it had returned."""
+        offer = self._offer
+        if offer is None:
+            spec = self._ask(number, lambda: self.iterator.element_spec)
+            offer = self._offer = self._staging(self._stager.offer, spec, number, reserve)
+        self._write(offer, number)
+
+    def _write(self, offer: Offer, number: int) -> None:
+        if not offer.rows:
+            self._ask(number, lambda: offer.rows.extend(map(self.iterator.read_into, [offer.out])))  # in C, too
+        if not offer.ended:
+            self._raw.append(offer)
+
+    def _ask(self, number: int, call: Callable[[], T]) -> T:
+        """Runs code of the source."""
+        self.times.inside = f"the source, for batch {number}"
         try:
-            if self._pulls is None:
-                if self.iterator is None:
-                    self.iterator = self._source.open()
-                self._pulls = itertools.starmap(next, itertools.repeat((self.iterator,)))
-            self._raw.extend(itertools.islice(self._pulls, 1))
+            return call()
         except BaseException as error:
             add_note(error, f"jaxprefetch: raised by the source while it made batch {number}")
             if inspect.isgenerator(self.iterator):
                 self._end = End(error)  # it is dead; asked again it would say that it has ended
             raise
-        if not self._raw:
-            raise StopIteration
 
     def _stage_pulled(self, number: int, reserve: Reserve) -> Any:
-        times, start = self.times, time.perf_counter_ns()
-        times.inside = f"staging batch {number}"
-        try:
-            with TraceAnnotation("jaxprefetch.stage"):
-                item = self._stage(self._raw[0], number, reserve)
-        except StopIteration as error:  # from a leaf or a predicate: not the source's end
-            raise RuntimeError(f"Batch {number}: staging it raised StopIteration") from error
-        took = time.perf_counter_ns() - start
+        times = self.times
+        start = times.working_ns()
+        with TraceAnnotation("jaxprefetch.stage"):
+            item = self._staging(self._stager.stage, self._raw[0], number, reserve)
+        took = times.working_ns() - start
         times.stage_ns += took
         if not number:
             times.first_ns += took
         return item
+
+    def _staging(self, call: Callable[[Any, int, Reserve], Any], what: Any, number: int, reserve: Reserve) -> Any:
+        self.times.inside = f"staging batch {number}"
+        try:
+            return call(what, number, reserve)
+        except StopIteration as error:  # from a leaf or a predicate: not the source's end
+            raise RuntimeError(f"Batch {number}: staging it raised StopIteration") from error
+
+    def _take_back(self) -> None:
+        """Memory that was offered for a batch that will not be sent."""
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            offer.free()
 
 
 class Inline:

@@ -153,12 +153,12 @@ class Reader:
         return not self._cancelled
 
     def _reserve(self, nbytes: int) -> None:
-        """Takes host memory for a batch, when there is enough or nobody else has any.
+        """Takes host memory for a batch, when there is enough or nobody else has any; gives it back if negative.
 
         Raises:
             Cancelled: the pass is over.
         """
-        limit = self._max_host_bytes
+        limit = self._max_host_bytes if nbytes > 0 else None
         while limit is not None and self._reserved > self._landed and self._reserved - self._landed + nbytes > limit:
             if self._cancelled:
                 raise Cancelled

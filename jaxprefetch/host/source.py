@@ -17,6 +17,9 @@ from typing import Any
 class Source:
     """A source of batches and whether it can be gone through again.
 
+    Its iterator, or itself where it cannot be iterated, may have `read_into(out) -> rows` and `element_spec`: it writes
+    its batches itself, into memory that it is given.
+
     Raises:
         TypeError: it cannot be iterated, or iterating it does not give batches.
     """
@@ -27,14 +30,20 @@ class Source:
                 f"source: iterating a {type(source).__name__} does not give batches. "
                 "Pass an iterable of batches; a single one goes into a list."
             )
-        if not hasattr(source, "__iter__") and not hasattr(source, "__next__") and not hasattr(source, "__getitem__"):
+        if not any(hasattr(source, name) for name in ("__iter__", "__next__", "__getitem__", "read_into")):
             raise TypeError(f"source: expected an iterable of batches, got {type(source).__name__}.")
         self._source = source
-        self.reiterable = not hasattr(source, "__next__")
+        is_iterator = hasattr(source, "__next__") or (writes_batches(source) and not hasattr(source, "__iter__"))
+        self.reiterable = not is_iterator
 
     def open(self) -> Iterator[Any]:
         """The iterator of one pass."""
         return iter(self._source) if hasattr(self._source, "__iter__") or self.reiterable else self._source
+
+
+def writes_batches(iterator: Any) -> bool:
+    """Whether it writes its batches into memory that it is given."""
+    return callable(getattr(iterator, "read_into", None))
 
 
 def close_iterator(iterator: Any) -> None:

@@ -1,0 +1,133 @@
+"""Host memory for a batch that its source writes itself, laid out so that the batch is sent from where it lies.
+
+Synopsis:
+
+    offer = stager.offer(source.element_spec, 0, reserve)
+    offer.rows.append(source.read_into(offer.out))
+    staged = stager.stage(offer, 0, reserve)
+
+What differs from what is sent, by its dtype or because padding would tear it apart, or what stays on the host, is
+written into an array of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxprefetch.device.plan import Plan
+from jaxprefetch.host.leaves import zero_beyond
+from jaxprefetch.host.slots import Fresh, Slot
+from jaxprefetch.layout import Parts
+
+
+class Offer:
+    """Memory for one batch.
+
+    Args:
+        number: of the batch.
+        whole: the batch that the source describes; its leaves stand for their shapes and dtypes.
+        length: how many rows that is.
+        plan: of the whole batch, by which the slot is laid out; None: there is no slot.
+        order: which leaf of the batch each leaf of the plan is.
+        slot: where the batch is sent from.
+
+    Attributes:
+        out: the tree of arrays that the source writes into.
+        rows: what `read_into` has returned, once it has: a list, for an interrupt cannot tear its `extend` apart.
+    """
+
+    def __init__(
+        self, number: int, whole: Parts, length: int, plan: Plan | None, order: Sequence[int], slot: Slot | Fresh
+    ):
+        self.plan, self.slot = plan, slot
+        self.rows: list[Any] = []
+        self._number, self._whole, self._length = number, whole, length
+        self._places = {} if plan is None else _places(whole, plan, order, slot)
+        self._written: list[np.ndarray] = []
+        for at, leaf in enumerate(whole.leaves):
+            place = _begin(self._places.get(at), leaf.shape)
+            self._written.append(np.empty(leaf.shape, leaf.dtype) if place is None else place)
+        self.out = jax.tree_util.tree_unflatten(whole.structure.treedef, self._written)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the source has written nothing, which is its end, or raised StopIteration, which `map` ends with.
+
+        Raises:
+            TypeError, ValueError: what it returned is no number of rows that it can have written.
+        """
+        return not self.rows or self._count() == 0
+
+    def parts(self) -> Parts:
+        """What was written: the leaves that are as long as the batch as far as the source has come, others whole."""
+        rows, length = self._count(), self._length
+        leaves = [leaf[:rows] if leaf.ndim and len(leaf) == length else leaf for leaf in self._written]
+        return dataclasses.replace(self._whole, leaves=leaves)
+
+    def in_place(self, at: int, leaf: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
+        """What to send for a leaf that lies in the slot: zero beyond its rows. None where it has to be copied."""
+        part = _begin(self._places.get(at), shape)
+        if part is not None:
+            zero_beyond(part, leaf.shape)
+        return part
+
+    def free(self) -> None:
+        """The batch will not be sent."""
+        self.slot.free()
+
+    def _count(self) -> int:
+        where = f"Batch {self._number}: read_into"
+        try:
+            rows = operator.index(self.rows[0])
+        except TypeError:
+            raise TypeError(
+                f"{where} returned {self.rows[0]!r}, no number of rows. Return how many it has written: up to the "
+                f"{self._length} of element_spec, fewer for a short batch, 0 at the end."
+            ) from None
+        if not 0 <= rows <= self._length:
+            raise ValueError(
+                f"{where} returned {rows} rows, but element_spec has {self._length}, which is what there was room for. "
+                "Return how many it has written, fewer for a short batch, 0 at the end."
+            )
+        return rows
+
+
+def stand_in(spec: Any, where: str) -> np.ndarray:
+    """An array of this shape and dtype that takes no memory.
+
+    Raises:
+        TypeError: the source's `element_spec` has something else there.
+    """
+    try:
+        return np.broadcast_to(np.empty((), np.dtype(spec.dtype)), tuple(map(operator.index, spec.shape)))
+    except (AttributeError, TypeError, ValueError):
+        raise TypeError(
+            f"{where}: element_spec has {spec!r} there. It has to be a tree with a shape and a dtype for each leaf of "
+            "a whole batch, such as jax.ShapeDtypeStruct((rows, 3), np.float32)."
+        ) from None
+
+
+def _places(whole: Parts, plan: Plan, order: Sequence[int], slot: Slot | Fresh) -> dict[int, np.ndarray]:
+    """Arrays in the slot with room for padding, by leaf: of those that can be sent from there as they are written."""
+    places = {}
+    for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
+        if i in plan.offsets and at < len(whole.leaves) and whole.leaves[at].dtype == leaf_plan.dtype:
+            place = slot.view(plan.offsets[i], leaf_plan.dtype, leaf_plan.shape)
+            if _begin(place, whole.leaves[at].shape) is not None:
+                places[at] = place
+    return places
+
+
+def _begin(array: np.ndarray | None, shape: Sequence[int]) -> np.ndarray | None:
+    """The first rows of an array that are of this shape; None where there are none."""
+    if array is None or array.shape == tuple(shape):
+        return array
+    if array.ndim and array.shape[1:] == tuple(shape[1:]) and len(array) >= shape[0]:
+        return array[: shape[0]]
+    return None

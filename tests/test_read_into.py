@@ -1,0 +1,488 @@
+"""Sources that write their batches themselves, into the memory that they are sent from."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from assembling import Reads, Rows, Sent, address
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxprefetch import prefetch_to_device
+from jaxprefetch.host import pipeline
+
+by_host_size = pytest.mark.parametrize("host_size", [0, 4])
+
+
+def split(*axes: Any) -> NamedSharding:
+    """Eight devices along `data`."""
+    return NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec(*(axes or ("data",))))
+
+
+def arrays(rows: int) -> dict[str, np.ndarray]:
+    """Leaves that are written where they are sent from, no two rows alike."""
+    x = np.arange(1, rows * 6 + 1, dtype=np.float32).reshape(rows, 2, 3)
+    return {"x": x, "y": np.arange(rows, dtype=np.int32)}
+
+
+def parts(tree: Any, size: int) -> list[Any]:
+    """The same rows as batches."""
+    rows = len(jax.tree.leaves(tree)[0])
+    return [jax.tree.map(lambda a, at=at: a[at : at + size], tree) for at in range(0, rows, size)]
+
+
+def assert_same(batches: Any, expected: Any) -> None:
+    for out, raw in zip(batches, expected, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(out), raw)
+
+
+# ---- what arrives
+
+
+@by_host_size
+@pytest.mark.parametrize("sharding", [None, "split"])
+def test_rows_of_a_memory_mapped_file(tmp_path, host_size, sharding) -> None:
+    """A file is read into the batches that are sent, pass after pass; the source's own iteration is not used."""
+    images = np.random.default_rng(0).integers(0, 255, (40, 5, 3), np.uint8)
+    np.save(tmp_path / "images.npy", images)
+    source = Rows({"image": np.load(tmp_path / "images.npy", mmap_mode="r")}, 16)
+    target = split() if sharding else None
+    with prefetch_to_device(source, sharding=target, host_size=host_size) as batches:
+        assert batches.element_spec["image"].shape == (16, 5, 3)
+        for _ in range(3):
+            assert_same(batches, parts({"image": images}, 16))
+        assert batches.statistics().pulled == 9
+    assert [reads.calls for reads in source.passes] == [4, 4, 4]
+    assert all(reads.closed for reads in source.passes)
+
+
+@by_host_size
+@pytest.mark.parametrize("last_batch", ["error", "pad", "drop"])
+@pytest.mark.parametrize("sharding", [None, "split"])
+@pytest.mark.parametrize("rows", [32, 24, 8, 0])
+def test_short_ends(monkeypatch, rows, sharding, last_batch, host_size) -> None:
+    """What was written is sent from where it lies, short or padded with zeros: no leaf is copied a second time."""
+    sent, source = Sent(monkeypatch), Rows(arrays(rows), 16)
+    options = {"sharding": split() if sharding else None, "last_batch": last_batch, "host_size": host_size}
+    expected = parts(arrays(rows), 16)
+    if last_batch == "drop":
+        expected = [raw for raw in expected if len(raw["y"]) == len(expected[0]["y"])]
+    with prefetch_to_device(source, **options) as batches:
+        for _ in range(2):
+            sent.addresses.clear()
+            count = 0
+            for out, raw in zip(batches, expected, strict=True):
+                mask = out.pop("mask", None)
+                real = len(raw["y"])
+                jax.tree.map(lambda a, b, n=real: np.testing.assert_array_equal(np.asarray(a)[:n], b), out, raw)
+                assert mask is None or np.asarray(mask).tolist() == [i < real for i in range(len(out["x"]))]
+                assert not np.asarray(out["x"])[real:].any()
+                assert not np.asarray(out["y"])[real:].any()
+                count += 1
+            names = sorted([*arrays(1), *(["mask"] if last_batch == "pad" else [])])
+            for put, written in zip(sent.addresses, source.passes[-1].written[:count], strict=True):
+                put = dict(zip(names, put, strict=True))
+                assert [put["x"], put["y"]] == written
+        assert count == len(expected)
+
+
+def test_pad_goes_by_the_rows_that_are_written(monkeypatch) -> None:
+    """A first batch that is short of its description is padded to its own rows, rounded up to the shards."""
+    Sent(monkeypatch)
+    with prefetch_to_device(Rows(arrays(9), 32), sharding=split(), last_batch="pad") as batches:
+        (out,) = batches
+    assert out["x"].shape == (16, 2, 3)
+    np.testing.assert_array_equal(np.asarray(out["x"])[:9], arrays(9)["x"])
+    assert np.asarray(out["mask"]).sum() == 9
+
+
+def test_a_short_batch_that_does_not_divide_is_an_error() -> None:
+    """Rows that the devices cannot share are refused as those of any other batch."""
+    with (
+        prefetch_to_device(Rows(arrays(20), 16), sharding=split()) as batches,
+        pytest.raises(ValueError, match="Batch 1, leaf x: axis 0 has 4 rows; the 8 devices"),
+    ):
+        list(batches)
+
+
+class Changing(Reads):
+    """Describes each batch anew: the shapes of the next array."""
+
+    def __init__(self, batches: list[Any]):
+        super().__init__(None, 0)
+        self.batches = batches
+
+    @property
+    def element_spec(self) -> Any:
+        if self.at == len(self.batches):
+            raise StopIteration
+        return self.batches[self.at]
+
+    def read_into(self, out: Any) -> int:
+        self.calls += 1
+        jax.tree.map(np.copyto, out, self.batches[self.at])
+        self.at += 1
+        return len(jax.tree.leaves(out)[0])
+
+
+@by_host_size
+def test_changing_shapes_reuse_slots(monkeypatch, host_size) -> None:
+    """200 batches of changing lengths arrive whole, from a bounded number of bytes of host memory."""
+    sent = Sent(monkeypatch)
+    lengths = np.random.default_rng(0).choice([700, 800, 900, 1000], 200)
+    raw = [{"tokens": np.full((64, n), i, np.int32), "n": np.full(64, n, np.int32)} for i, n in enumerate(lengths)]
+    with prefetch_to_device(Changing(raw), host_size=host_size) as batches:
+        assert_same(batches, raw)
+        largest = max(batch["tokens"].nbytes for batch in raw)
+        assert sent.slots.mapped_bytes <= 4 * (4 + 3 + 1) * 1.2 * largest
+
+
+def test_a_smaller_last_batch_may_be_described_as_such(monkeypatch) -> None:
+    """A source that describes what is left at its end has it padded or left out; a smaller one in the middle, not."""
+    Sent(monkeypatch)
+    raw = [arrays(8), arrays(8), arrays(3)]
+    with prefetch_to_device(Changing(raw), sharding=split(), last_batch="pad") as batches:
+        assert [int(batch["mask"].sum()) for batch in batches] == [8, 8, 3]
+    with prefetch_to_device(Changing(raw), sharding=split(), last_batch="drop") as batches:
+        assert len(list(batches)) == 2
+    with (
+        prefetch_to_device(Changing([*raw, arrays(8)]), sharding=split(), last_batch="drop") as batches,
+        pytest.raises(ValueError, match="Batch 2: 3 rows where batch 0 has 8, and it is not the last"),
+    ):
+        list(batches)
+
+
+@by_host_size
+@pytest.mark.parametrize("x64", [False, True])
+def test_leaves_of_another_dtype_than_the_device_s(monkeypatch, x64, host_size) -> None:
+    """64-bit leaves are converted on the way where JAX has 32 bits, and sent as they are where it has 64."""
+    sent, source = Sent(monkeypatch), Rows({"a": np.arange(20), "b": np.linspace(0, 1, 20), **arrays(20)}, 8)
+    with jax.enable_x64(x64), prefetch_to_device(source, host_size=host_size) as batches:
+        taken = list(batches)
+    assert taken[0]["a"].dtype == (np.int64 if x64 else np.int32)
+    for out, raw in zip(taken, parts(source.arrays, 8), strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b.astype(a.dtype)), out, raw)
+    for put, written in zip(sent.addresses, source.passes[0].written[:3], strict=True):
+        assert put[2:] == written[2:]
+        assert (put[:2] == written[:2]) == x64
+
+
+@by_host_size
+def test_integers_that_would_wrap_are_an_error(monkeypatch, host_size) -> None:
+    """A value beyond 32 bits names batch and leaf; what lies behind a short end does not count."""
+    sent, source = Sent(monkeypatch), Rows({"a": np.array([1, 2, 3, 1 << 40])}, 3)
+    with prefetch_to_device(source, host_size=host_size) as batches:
+        assert np.asarray(next(batches)["a"]).tolist() == [1, 2, 3]
+        with pytest.raises(OverflowError, match="Batch 1, leaf a: 1099511627776 does not fit int32"):
+            next(batches)
+    assert not sent.free()  # closed
+
+
+@pytest.mark.parametrize("keep", ["ids", lambda path, leaf: leaf.dtype.kind == "M"])
+def test_leaves_that_stay_on_the_host_are_the_batch_s_own(monkeypatch, keep) -> None:
+    """Leaves in keep_on_host are written into arrays that no later batch writes to, cut to the rows."""
+    sent = Sent(monkeypatch)
+    ids = np.arange(20).astype("M8[s]")
+    source = Rows({"ids": ids, **arrays(20)}, 8)
+    with prefetch_to_device(source, keep_on_host=keep) as batches:
+        taken = [batch["ids"] for batch in batches]
+    np.testing.assert_array_equal(np.concatenate(taken), ids)
+    written = [addresses[0] for addresses in source.passes[0].written[:3]]
+    assert [address(leaf) for leaf in taken] == written
+    assert len(set(written)) == 3
+    assert sent.addresses == [a[1:] for a in source.passes[0].written[:3]]
+
+
+class Pair(NamedTuple):
+    image: Any
+    rest: Any
+
+
+def test_any_tree_of_anything_with_shape_and_dtype() -> None:
+    """Descriptions are any pytree, of arrays, too; leaves with another leading axis, or none, are sent whole."""
+    seen = []
+
+    class Source:
+        element_spec = Pair(np.zeros((8, 2), np.float32), [np.zeros((3,), np.int32), None, np.zeros((), np.int8)])
+        left = 2
+
+        def read_into(self, out: Any) -> int:
+            seen.append(out)
+            self.left -= 1
+            out.image[...], out.rest[0][...], out.rest[2][...] = 1, 2, 3
+            return [5, 8][self.left] if self.left >= 0 else 0
+
+    with prefetch_to_device(Source()) as batches:
+        first, short = batches
+    assert isinstance(first, Pair)
+    assert first.rest[1] is None
+    assert (first.image.shape, short.image.shape, short.rest[0].shape, int(short.rest[2])) == ((8, 2), (5, 2), (3,), 3)
+    for leaf in jax.tree.leaves(seen):
+        assert leaf.flags.c_contiguous
+        assert leaf.flags.writeable
+        assert not address(leaf) % 64
+
+
+@pytest.mark.parametrize("last_batch", ["error", "pad", "drop"])
+def test_rows_are_counted_along_axis_0_whatever_the_batch_axis(last_batch) -> None:
+    """Microbatches, stacked along axis 0 and split along axis 1, may end with fewer of them."""
+    source = Rows({"x": np.arange(7 * 8 * 2, dtype=np.float32).reshape(7, 8, 2)}, 4)
+    options = {"sharding": split(None, "data"), "batch_axis": 1, "last_batch": last_batch}
+    with prefetch_to_device(source, **options) as batches:
+        first, second = batches
+    np.testing.assert_array_equal(np.asarray(first["x"]), source.arrays["x"][:4])
+    np.testing.assert_array_equal(np.asarray(second["x"]), source.arrays["x"][4:])
+    assert "mask" not in first or first["mask"].shape == (8,)
+
+
+def test_padding_along_another_axis() -> None:
+    """Where padding would tear the array apart, it is written elsewhere and copied: the same arrives."""
+    source = Rows({"x": np.arange(4 * 6, dtype=np.float32).reshape(4, 6)}, 4)
+    with prefetch_to_device(source, sharding=split(None, "data"), batch_axis=1, last_batch="pad") as batches:
+        (out,) = batches
+    np.testing.assert_array_equal(np.asarray(out["x"]), np.pad(source.arrays["x"], ((0, 0), (0, 2))))
+
+
+# ---- what is a source, and when it ends
+
+
+def test_a_source_without_iteration(caplog) -> None:
+    """An object with read_into alone is gone through once."""
+
+    class Bare:
+        def __init__(self) -> None:
+            reads = Reads(arrays(16), 8)
+            self.element_spec, self.read_into = reads.element_spec, reads.read_into
+
+    with prefetch_to_device(Bare()) as batches:
+        assert_same(batches, parts(arrays(16), 8))
+        assert list(batches) == []
+    assert "the source was an iterator and is spent" in caplog.text
+
+
+def test_element_spec_alone_makes_no_such_source() -> None:
+    """Loaders that describe their elements without read_into are iterated."""
+
+    class Loader(list):
+        element_spec = "something else"
+
+    with prefetch_to_device(Loader(parts(arrays(16), 8))) as batches:
+        assert_same(batches, parts(arrays(16), 8))
+
+
+@by_host_size
+def test_stop_iteration_is_the_end(host_size) -> None:
+    """StopIteration from read_into ends the pass as 0 does."""
+
+    class Ending(Reads):
+        def read_into(self, out: Any) -> int:
+            if self.calls == 2:
+                raise StopIteration
+            return super().read_into(out)
+
+    with prefetch_to_device(Ending(arrays(40), 8), host_size=host_size) as batches:
+        assert_same(batches, parts(arrays(16), 8))
+
+
+@by_host_size
+def test_the_slot_for_what_follows_the_end_is_not_lost(monkeypatch, host_size) -> None:
+    """Passes map no more host memory than the first has."""
+    sent = Sent(monkeypatch)
+    with prefetch_to_device(Rows(arrays(40), 8), host_size=host_size, size=1) as batches:
+        list(batches)
+        mapped = sent.slots.mapped_bytes
+        for _ in range(20):
+            list(batches)
+        assert sent.slots.mapped_bytes <= mapped + (1 << 14)
+
+
+# ---- bad input
+
+
+def returns(rows: Any) -> Any:
+    """A read_into that says so."""
+
+    def read_into(self: Any, out: Any) -> Any:
+        return rows
+
+    return read_into
+
+
+def half_way(self: Any, out: Any) -> int:
+    out["x"][:3] = 1
+    raise OSError("disk gone")
+
+
+def wrong_shape(self: Any, out: Any) -> int:
+    out["x"][...] = np.zeros((4, 7))
+    return 8
+
+
+BAD = {
+    "too many": (returns(9), ValueError, "Batch 2: read_into returned 9 rows, but element_spec has 8"),
+    "negative": (returns(-1), ValueError, "Batch 2: read_into returned -1 rows, but element_spec has 8"),
+    "None": (returns(None), TypeError, "Batch 2: read_into returned None, no number of rows. Return how many"),
+    "a batch": (returns({"x": 1}), TypeError, "Batch 2: read_into returned {'x': 1}, no number of rows"),
+    "a fraction": (returns(8.0), TypeError, r"Batch 2: read_into returned 8\.0, no number of rows"),
+    "half way": (half_way, OSError, "disk gone"),
+    "wrong shape": (wrong_shape, ValueError, "could not broadcast"),
+}
+
+
+@by_host_size
+@pytest.mark.parametrize("case", BAD)
+def test_a_wrong_read_into_is_an_error_and_its_slot_is_not_lost(monkeypatch, case, host_size) -> None:
+    """Errors arrive after the batches before them, as what they are, and stay; the slot is free again."""
+    read_into, kind, match = BAD[case]
+
+    class Broken(Reads):
+        def read_into(self, out: Any) -> Any:
+            return super().read_into(out) if self.calls < 2 else read_into(self, out)
+
+    sent, source = Sent(monkeypatch), Broken(arrays(40), 8)
+    with prefetch_to_device(source, host_size=host_size) as batches:
+        assert_same([next(batches), next(batches)], parts(arrays(16), 8))
+        for _ in range(2):
+            with pytest.raises(kind, match=match) as caught:
+                next(batches)
+        if case in ("half way", "wrong shape"):
+            assert caught.value.__notes__ == ["jaxprefetch: raised by the source while it made batch 2"]
+        taken = sent.slots.mapped_bytes
+        assert sent.free()
+        slot = sent.slots.take(arrays(8)["x"].nbytes + 64)
+        assert sent.slots.mapped_bytes == taken, slot
+    assert source.calls == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "match"),
+    [
+        (
+            {"x": 3},
+            TypeError,
+            "Batch 0, leaf x: element_spec has 3 there. It has to be a tree with a shape and a dtype",
+        ),
+        (
+            {"x": jax.ShapeDtypeStruct((), np.int32)},
+            ValueError,
+            "Batch 0: element_spec has no leaf with an axis of rows",
+        ),
+        (None, ValueError, "Batch 0: element_spec has no leaf with an axis of rows"),
+        ({"x": np.zeros((4, 2), "U3")}, TypeError, "Batch 0, leaf x: arrays of dtype <U3 cannot go to a device"),
+    ],
+)
+def test_a_wrong_description_is_an_error(spec, kind, match) -> None:
+    """What is no description of a batch, or of one that no device takes, is refused before the source is called."""
+    source = types.SimpleNamespace(element_spec=spec, read_into=None)
+    source.read_into = lambda out: pytest.fail("called")
+    with prefetch_to_device(source) as batches, pytest.raises(kind, match=match) as caught:
+        next(batches)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_missing_description_is_the_source_s_error() -> None:
+    """read_into without element_spec is an AttributeError with the batch."""
+    with (
+        prefetch_to_device(types.SimpleNamespace(read_into=lambda out: 0)) as batches,
+        pytest.raises(AttributeError, match="element_spec") as caught,
+    ):
+        next(batches)
+    assert "made batch 0" in caught.value.__notes__[0]
+
+
+# ---- interrupts, limits, times
+
+
+def test_an_interrupted_read_is_repeated() -> None:
+    """After a Ctrl-C within read_into the same batch is asked for again, with the same memory."""
+
+    class Interrupted(Reads):
+        interrupts = 2
+
+        def read_into(self, out: Any) -> int:
+            if self.at == 8 and self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            return super().read_into(out)
+
+    with prefetch_to_device(Interrupted(arrays(24), 8), host_size=0, size=1) as batches:
+        taken = [next(batches)]
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+        taken += batches
+    assert_same(taken, parts(arrays(24), 8))
+
+
+def test_a_batch_whose_staging_was_interrupted_is_not_read_again() -> None:
+    """What read_into has returned is staged after a Ctrl-C, and the source goes on from there."""
+    interrupts = [KeyboardInterrupt] * 2
+    calls = []
+
+    def keep(path: str, leaf: Any) -> bool:
+        return False
+
+    class Rude(Reads):
+        def read_into(self, out: Any) -> Any:
+            rows = super().read_into(out)
+            calls.append(rows)
+            return Number(rows)
+
+    class Number:
+        def __init__(self, rows: int):
+            self.rows = rows
+
+        def __index__(self) -> int:
+            if len(calls) == 2 and interrupts:
+                raise interrupts.pop()
+            return self.rows
+
+    source = Rude(arrays(24), 8)
+    with prefetch_to_device(source, host_size=0, size=1, keep_on_host=keep) as batches:
+        taken = [next(batches)]
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+        taken += batches
+    assert_same(taken, parts(arrays(24), 8))
+    assert source.calls == 4
+
+
+@pytest.mark.parametrize("last_batch", ["error", "drop"])
+def test_host_memory_of_short_batches_is_given_back(last_batch) -> None:
+    """With room for one batch on the host, a pass with short ones does not get stuck."""
+    raw = {"x": np.arange(64 * 5 + 30, dtype=np.float32)}
+
+    class Short(Reads):
+        """Half of each second batch."""
+
+        def read_into(self, out: Any) -> int:
+            rows = super().read_into(out)
+            if self.calls % 2 == 0 and rows and last_batch == "error":
+                self.at -= rows - rows // 2
+                return rows // 2
+            return rows
+
+    with prefetch_to_device(Short(raw, 64), max_host_bytes=300, last_batch=last_batch) as batches:
+        taken = np.concatenate([np.asarray(batch["x"]) for batch in batches])
+    np.testing.assert_array_equal(taken, raw["x"][: None if last_batch == "error" else 320])
+
+
+def test_reading_counts_as_the_source_s_time(monkeypatch) -> None:
+    """What read_into takes is reader_pull_s, not reader_stage_s."""
+    clock = types.SimpleNamespace(now=0)
+    monkeypatch.setattr(pipeline, "time", types.SimpleNamespace(perf_counter_ns=lambda: clock.now))
+
+    class Slow(Reads):
+        def read_into(self, out: Any) -> int:
+            clock.now += 1_000_000_000
+            return super().read_into(out)
+
+    with prefetch_to_device(Slow(arrays(24), 8), host_size=0) as batches:
+        list(batches)
+        statistics = batches.statistics()
+    assert statistics.reader_pull_s == 3
+    assert statistics.reader_stage_s == 0
