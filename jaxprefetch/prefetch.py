@@ -14,11 +14,12 @@ from collections.abc import Hashable, Iterable
 from typing import Any, TypeVar
 
 from jaxprefetch.arguments import integer, parse_bytes
+from jaxprefetch.device.handout import OnDevice
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
 from jaxprefetch.host.batching import MODES, Mode
 from jaxprefetch.host.memory import default_host_bytes
-from jaxprefetch.host.source import Source
+from jaxprefetch.host.source import Source, WritesBatches
 from jaxprefetch.layout import KeepOnHost, StagingOptions
 from jaxprefetch.prefetcher import DevicePrefetcher
 from jaxprefetch.staging import stager
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 def prefetch_to_device(
-    source: Iterable[T],
+    source: Iterable[T] | WritesBatches,
     size: int = 2,
     *,
     sharding: Any = None,
@@ -40,6 +41,7 @@ def prefetch_to_device(
     batch_axis: int = 0,
     delete_used: bool = False,
     fresh_buffers: bool | None = None,
+    on_device: OnDevice | None = None,
 ) -> DevicePrefetcher[T]:
     """Batches of `source`, already on their devices, with the copy hidden behind the step before.
 
@@ -50,7 +52,9 @@ def prefetch_to_device(
 
     Args:
         source: any iterable of batches (pytrees). Each pass yields what a `for` loop over it yields. The thread alone
-            touches it from the first `next()` on, and closes its iterator.
+            touches it from the first `next()` on, and closes its iterator. An iterator, or a source that cannot be
+            iterated, may have `read_into(out)` instead of yielding batches: it writes each into the memory that it is
+            sent from, and no copy is made on the host; see `WritesBatches`. `batched` makes such a source of samples.
         size: batches ahead of the loop, counting the one that is returned. 2 hides the copy; 3 helps when sizes or
             step times vary and the copy takes more than 0.7 of a step; with 1 the host still works ahead, but on a GPU
             the copy cannot overlap with a step.
@@ -78,6 +82,11 @@ def prefetch_to_device(
         fresh_buffers: True promises that the source never writes to a leaf again, nor yields its memory twice: kept
             leaves are then handed on without a copy, and others sent so where that is no slower (on a GPU: from pinned
             memory). Leaves of one batch that share memory are still copied. None promises nothing.
+        on_device: a function from batch to batch that JAX can trace (cast, normalise, augment): it runs on the devices
+            as part of `next()`, behind the step before, so that uint8 crosses the link and bfloat16 feeds the step.
+            It is compiled for each structure of batches, with `default_device` and x64 as they are now and no other
+            context of JAX's. Leaves that stay on the host pass by it: it may move them or leave them out. Its outputs
+            count towards `max_bytes` from the hand-out on, beside what it was made from.
 
     Returns:
         An iterator and context manager. Leaves are `jax.Array`; 64-bit types follow JAX's x64 setting as it is now;
@@ -97,6 +106,8 @@ def prefetch_to_device(
     batch_axis = integer("batch_axis", batch_axis, 0)
     if last_batch not in MODES:
         raise ValueError(f"last_batch: expected one of {', '.join(map(repr, MODES))}, got {last_batch!r}.")
+    if on_device is not None and not callable(on_device):
+        raise TypeError(f"on_device: expected a function from batch to batch, got {type(on_device).__name__}.")
     options = StagingOptions(keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers)
     placement = Placement(sharding)
     max_host_bytes = parse_bytes("max_host_bytes", max_host_bytes) or default_host_bytes()
@@ -107,4 +118,5 @@ def prefetch_to_device(
         placement,
         host_size=host_size,
         max_host_bytes=max_host_bytes,
+        on_device=on_device,
     )

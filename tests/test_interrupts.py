@@ -14,6 +14,7 @@ from gated import Counted, Loader, Watch, batch, number, numbers, refusing
 
 import jaxprefetch
 from jaxprefetch import prefetch_to_device
+from jaxprefetch.device import packing
 from jaxprefetch.host import reader
 from jaxprefetch.staging import Stager
 
@@ -156,18 +157,26 @@ class Strike:
 
 @pytest.mark.parametrize("host_size", [0, 8])
 @pytest.mark.parametrize("delete_used", [False, True])
-def test_interrupt_anywhere_loses_nothing(host_size, delete_used):
+@pytest.mark.parametrize("how", ["alone", "packed", "on_device"])
+def test_interrupt_anywhere_loses_nothing(how, host_size, delete_used, monkeypatch):
     """Wherever in `next()` Ctrl-C strikes: all batches come, once, in order, within the bounds, in both passes."""
+    options = {"host_size": host_size, "delete_used": delete_used}
+    if how == "packed":
+        monkeypatch.setattr(packing, "PLATFORMS", ("cpu",))
+        monkeypatch.setattr(packing, "FEWEST_LEAVES", 1)
+    elif how == "on_device":
+        options["on_device"] = lambda batch: {"x": batch["x"] * 1.0}
 
     def passes(at: int) -> int:
         strike, loader = Strike(at), [batch(i) for i in range(4)]
-        with prefetch_to_device(loader, size=2, host_size=host_size, delete_used=delete_used) as batches:
+        with prefetch_to_device(loader, size=2, **options) as batches:
             batches.element_spec  # noqa: B018 -- waits for the first batch, so that runs are alike
             assert strike.take(batches) == [0, 1, 2, 3], at
             assert numbers(batches) == [0, 1, 2, 3], at
             statistics = batches.statistics()
         assert statistics.taken == statistics.issued == 8, at
         assert statistics.peak_in_flight <= statistics.bound, at
+        assert statistics.peak_bytes_in_flight <= statistics.bytes_bound, at
         return strike.places
 
     places = passes(0)

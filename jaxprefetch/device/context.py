@@ -108,5 +108,5 @@ def in_clean_thread(call: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     if errors:
-        raise errors[0]
+        raise errors.pop()
     return made[0]
