@@ -40,9 +40,8 @@ def evaluate(
 
     Args:
         step: `step(state, batch) -> metrics`, a pytree. A leaf `(rows, ...)` has a value for each row: rows that are
-            padding are left out. A scalar must be a mean over the rows that the mask in the batch marks as real, and
-            counts as many times as there are such rows:
-            `values.mean(where=batch["mask"])`.
+            padding are left out. A scalar must be a mean over the real rows, `values.mean(where=batch["mask"])`, and
+            counts as many times as there are such rows.
         state: passed to `step`.
         source: any iterable of batches, or a `DevicePrefetcher` made with `last_batch="pad"`, which is quicker when
             there are many evaluations: each begins a new pass of it.

@@ -20,7 +20,7 @@ from pathlib import Path
 Record = dict
 PARTS = (
     *("link", "alexnet", "tokens", "rl", "samples", "steps", "fetch"),
-    *("check", "memory", "inflight", "short", "sync"),
+    *("check", "memory", "inflight", "short", "sync", "loop"),
 )
 PACKAGES = ("jaxprefetch", "jax", "jaxlib", "flax", "grain", "torch", "numpy")
 UNITS = {
