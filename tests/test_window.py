@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -509,6 +510,101 @@ def test_bytes_are_limited_on_each_device():
     assert window.decide() == (Do.HAND_OUT, 0)
 
 
+# ---- what hand-outs add
+
+
+def making(window: Window, batches: int, out: int = 10, **options) -> None:
+    """Stages batches whose hand-out adds so many bytes."""
+    for _ in range(batches):
+        window.stage(COST, out={"gpu:0": out}, **options)
+
+
+def test_a_hand_out_adds_what_it_makes():
+    """A batch is charged with its outputs from its hand-out until it is released."""
+    window = Window(1)
+    making(window, 2, out=5)
+    window.call()
+    window.issue()
+    assert window.bytes_in_flight == 10
+    window.hand_out()
+    assert window.bytes_in_flight == window.peak_bytes == 15
+    settle(window)
+    window.issue()
+    assert window.bytes_in_flight == 25
+    window.hand_out()
+    assert (window.bytes_in_flight, window.peak_bytes) == (15, 30)
+
+
+@pytest.mark.parametrize(("most", "ahead"), [(20, 1), (29, 1), (30, 2), (39, 2), (40, 3)])
+def test_a_batch_is_issued_only_if_every_hand_out_will_find_room(most: int, ahead: int):
+    """With delete_used: what is ahead and what one hand-out adds; the batch before is gone by then."""
+    window = Window(3, delete_used=True, max_bytes=most)
+    making(window, 9)
+    for _ in range(5):
+        window.call()
+        follow(window, Do.HAND_OUT)
+        assert window.issued - window.taken == ahead
+        window.hand_out()
+    assert window.peak_bytes <= most
+
+
+@pytest.mark.parametrize(("most", "ahead"), [(40, 1), (49, 1), (50, 2), (60, 3)])
+def test_the_outputs_of_the_batch_before_count(most: int, ahead: int):
+    """Without delete_used the hand-out finds the batch before still there, with its outputs."""
+    window = Window(3, max_bytes=most)
+    making(window, 9)
+    take(window)
+    for _ in range(5):
+        window.call()
+        follow(window, Do.HAND_OUT)
+        assert window.issued - window.taken == ahead
+        window.hand_out()
+    assert window.peak_bytes <= most
+
+
+def test_a_later_batch_with_large_outputs_is_held_back():
+    """What batch 1 makes of itself has to find room beside batch 2, before 2 is issued."""
+    window = Window(3, delete_used=True, max_bytes=50)
+    making(window, 1, out=0)
+    making(window, 1, out=30)
+    making(window, 1, out=0)
+    take(window)
+    assert window.issued == 3
+    window = Window(3, delete_used=True, max_bytes=49)
+    making(window, 1, out=0)
+    making(window, 1, out=30)
+    making(window, 1, out=0)
+    take(window)
+    assert window.issued == 2
+
+
+def test_outputs_that_never_fit_are_an_error_with_their_figures():
+    """A batch that fits, but not with what it becomes, is not issued."""
+    window = Window(2, delete_used=True, max_bytes=19)
+    making(window, 1)
+    window.call()
+    assert window.decide() == (Do.NO_ROOM, 0)
+    assert window.shortage() == (20, 0)
+
+
+def test_a_hand_out_waits_for_room_that_only_a_wait_keeps():
+    """The batch before was deleted: its memory is awaited before the next one makes its outputs."""
+    window = Window(2, delete_used=True, max_bytes=30)
+    making(window, 2)
+    take(window)
+    window.end()
+    settle(window, disposed=True)
+    assert window.decide() == (Do.FENCE, 0)
+    window.fence(0)
+    assert window.decide() == (Do.AWAIT_FENCE, 0)
+    with pytest.raises(RuntimeError, match="batch 1 cannot be handed out"):
+        window.hand_out()
+    window.fence_done(0)
+    assert window.decide() == (Do.PROVE_LANDING, 0)
+    window.proved(0)
+    assert window.decide() == (Do.HAND_OUT, 1)
+
+
 # ---- the device has no memory
 
 
@@ -717,10 +813,24 @@ class Entry:
 
     cost: dict[str, int]
     foreign: bool
+    out: dict[str, int]
     referenced: bool = True
     landed: bool = False
     fenced: bool = False  # its release needs the fence of its step
     disposed: bool = False
+
+
+def both(entry: Entry) -> list[dict[str, int]]:
+    return [entry.cost, entry.out]
+
+
+def sums(costs: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Bytes on each device."""
+    total: dict[str, int] = {}
+    for cost in costs:
+        for device, n in cost.items():
+            total[device] = total.get(device, 0) + n
+    return total
 
 
 class Ledger:
@@ -728,7 +838,7 @@ class Ledger:
 
     def __init__(self, size: int, delete_used: bool, max_bytes: int | None, by_fence: bool):
         self.size, self.delete_used, self.max_bytes, self.by_fence = size, delete_used, max_bytes, by_fence
-        self.staged: list[tuple[dict[str, int], bool]] = []
+        self.staged: list[tuple[dict[str, int], bool, dict[str, int]]] = []
         self.batches: list[Entry] = []
         self.taken = self.settled = self.refusals = 0
         self.fence = self.done = -1
@@ -746,19 +856,42 @@ class Ledger:
         return [j for j in self.in_flight() if not self.batches[j].referenced]
 
     def charged(self, but: list[int] | None = None) -> dict[str, int]:
-        total: dict[str, int] = {}
-        for j in set(self.in_flight()) - set(but or []):
-            for device, n in self.batches[j].cost.items():
-                total[device] = total.get(device, 0) + n
-        return total
+        return sums(
+            cost
+            for j in set(self.in_flight()) - set(but or [])
+            for cost in (self.batches[j].cost, self.batches[j].out if j < self.taken else {})
+        )
 
     def fits(self, but: list[int] | None = None) -> bool:
         """The next staged batch is within the limits, if those batches are left out of account."""
         held = self.batches[self.taken - 1] if self.taken else None
         most = self.size + (not self.delete_used or (held is not None and held.foreign and held.referenced))
-        charged, cost = self.charged(but), self.staged[0][0]
-        within = self.max_bytes is None or all(n + charged.get(d, 0) <= self.max_bytes for d, n in cost.items())
+        within = all(max(sums(costs).values(), default=0) <= self.most for costs in self.hand_outs(but or []))
         return within and len(set(self.in_flight()) - set(but or [])) < most
+
+    @property
+    def most(self) -> float:
+        return float("inf") if self.max_bytes is None else self.max_bytes
+
+    def hand_outs(self, but: list[int]) -> Iterator[list[dict[str, int]]]:
+        """All that is on the devices at each hand-out up to that of the next staged batch, if it is issued now."""
+        cost, foreign, out = self.staged[0]
+        batches = [*self.batches, Entry(cost, foreign, out)]
+        for k in range(self.taken, len(batches)):
+            ahead = [entry.cost for entry in batches[k:]] + [batches[k].out]
+            last = batches[k - 1] if k else None
+            if k == self.taken:
+                before = [cost for j in set(self.in_flight()) - set(but) if j < k for cost in both(self.batches[j])]
+            elif self.delete_used and not self.by_fence and not last.foreign:
+                before = []
+            else:
+                before = both(last)
+            yield ahead + before
+
+    def out_fits(self) -> bool:
+        """There is room for what the next hand-out adds."""
+        out = self.batches[self.taken].out
+        return max(sums([self.charged(), out]).values(), default=0) <= self.most
 
     def issue(self) -> int:
         self.batches.append(Entry(*self.staged.pop(0), fenced=self.by_fence))
@@ -814,7 +947,8 @@ class Ledger:
         if do in (Do.AWAIT_FENCE, Do.PROVE_LANDING):
             open_fence = self.batches[j].fenced and self.done < j
             due = not ahead or (self.fits(self.unreferenced()) and not self.idle() and not self.refusals)
-            return blocked and due and j == min(self.unreferenced()) and open_fence == (do is Do.AWAIT_FENCE)
+            due = (blocked and due) or (ahead and not self.out_fits())
+            return due and j == min(self.unreferenced()) and open_fence == (do is Do.AWAIT_FENCE)
         if do is Do.AWAIT_SOURCE:
             return j == issued and asleep and (inline or not ahead)
         if do is Do.AWAIT_STAGED:
@@ -826,7 +960,12 @@ class Ledger:
             return j == k == issued and bool(self.staged) and stuck
         useless = blocked and (self.refusals > 0 or not self.fits(self.unreferenced()))
         full = issued == k + self.size or (self.ended and not self.staged)
-        return j == k and ahead and (full or useless or self.idle() or (k == 0 and not (inline and asleep)))
+        return (
+            j == k
+            and ahead
+            and self.out_fits()
+            and (full or useless or self.idle() or (k == 0 and not (inline and asleep)))
+        )
 
 
 DEVICES = ["gpu:0", "gpu:1", "gpu:2"]
@@ -849,21 +988,22 @@ class Histories(RuleBasedStateMachine):
         max_bytes=st.sampled_from([None, None, 400, 250, 200, 150, 100]),
         foreign=st.booleans(),
         disposing=st.booleans(),
+        making=st.booleans(),
     )
-    def begin(self, size, delete_used, released_by, inline, max_bytes, foreign, disposing):
+    def begin(self, size, delete_used, released_by, inline, max_bytes, foreign, disposing, making):
         self.window = Window(size, delete_used=delete_used, max_bytes=max_bytes, released_by=released_by, inline=inline)
         self.ledger = Ledger(size, delete_used, max_bytes, released_by == "fence")
-        self.inline, self.foreign, self.disposing = inline, foreign, disposing
+        self.inline, self.foreign, self.disposing, self.making = inline, foreign, disposing, making
         self.released: set[int] = set()
 
     # -- facts that the world may bring at any time
 
     @precondition(lambda self: not self.ledger.ended)
-    @rule(cost=costs, foreign=st.booleans())
-    def stage(self, cost, foreign):
-        foreign = foreign and self.foreign
-        self.window.stage(cost, foreign=foreign)
-        self.ledger.staged.append((cost, foreign))
+    @rule(cost=costs, foreign=st.booleans(), out=costs)
+    def stage(self, cost, foreign, out):
+        foreign, out = foreign and self.foreign, out if self.making else {}
+        self.window.stage(cost, foreign=foreign, out=out)
+        self.ledger.staged.append((cost, foreign, out))
         self.ledger.any_foreign |= foreign
 
     @rule(really=seldom)
@@ -971,7 +1111,7 @@ class Histories(RuleBasedStateMachine):
             news.append("landed")
         match data.draw(st.sampled_from(news), label="news"):
             case "staged":
-                self.stage(data.draw(costs), data.draw(st.booleans()))
+                self.stage(data.draw(costs), data.draw(st.booleans()), data.draw(costs))
             case "ended":
                 self.end(True)
             case "fenced":
@@ -1012,7 +1152,7 @@ class Histories(RuleBasedStateMachine):
             facts.append((window.issue, f"batch {issued} does not fit"))
         if not ledger.calling:
             facts.append((window.decide, "outside of a call"))
-        if not ledger.calling or not self.ahead() or ledger.settled < ledger.taken:
+        if not ledger.calling or not self.ahead() or ledger.settled < ledger.taken or not ledger.out_fits():
             facts.append((window.hand_out, f"batch {ledger.taken} cannot be handed out"))
         return facts
 
