@@ -16,6 +16,7 @@ until its step has ended too. Events at equal times happen in the order in which
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -120,6 +121,13 @@ class Memory:
         self.peak_batches = max(self.peak_batches, self.batches)
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
+    def add(self, batch: int, n: int) -> None:
+        """A batch becomes so much larger."""
+        held, holders = self._held[batch]
+        self._held[batch] = held + n, holders
+        self.bytes += n
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
     def let_go(self, batch: int, holder: str) -> None:
         n, holders = self._held.get(batch, (0, {"nothing"}))
         holders.discard(holder)
@@ -157,6 +165,7 @@ class Model:
         on_demand: the source needs the result of step k to make batch k+1.
         compute_order: device memory is handed out in compute order (a GPU).
         sizes: bytes of each batch, 1 unless given.
+        outs: bytes that the hand-out of each batch adds, 0 unless given.
     """
 
     def __init__(
@@ -172,11 +181,12 @@ class Model:
         on_demand: bool = False,
         compute_order: bool = True,
         sizes: Sequence[int] | None = None,
+        outs: Sequence[int] | None = None,
     ):
         self.source_s, self.copy_s, self.step_s = source_s, copy_s, step_s
         self.window, self.host_size, self.costs = window, host_size, costs
         self.consumer, self.on_demand, self.compute_order = consumer, on_demand, compute_order
-        self.sizes = sizes or [1] * len(source_s)
+        self.sizes, self.outs = sizes or [1] * len(source_s), outs or [0] * len(source_s)
         self.timeline, self.result = Timeline(), Result()
         self.memory = Memory(frozenset({"reference", "copy"} if compute_order else {"reference", "copy", "step"}))
         self._facts: set[tuple[str, int]] = set()  # what has happened on the device
@@ -222,8 +232,8 @@ class Model:
                 if needed:
                     after.append(times[i])
             self._staged_s.append(max(after) + self.source_s[j])
-            cost = {DEVICE: self.sizes[j]}
-            self.timeline.schedule(self._staged_s[j], "staged", j, lambda cost=cost: self.window.stage(cost))
+            stage = functools.partial(self.window.stage, {DEVICE: self.sizes[j]}, out={DEVICE: self.outs[j]})
+            self.timeline.schedule(self._staged_s[j], "staged", j, stage)
             if j + 1 == len(self.source_s):
                 self.timeline.schedule(self._staged_s[j], "end", j, self.window.end)
 
@@ -284,6 +294,7 @@ class Model:
         raise Deadlock(f"{MOST_ROUNDS} rounds without a batch, the last one {action}")
 
     def _hand_out(self) -> int:
+        self.memory.add(self.window.taken, self.outs[self.window.taken])  # made while the loop still has the last one
         k = self.window.hand_out()
         self.timeline.record("handed out", k)
         if not self.result.handed_out:

@@ -230,6 +230,32 @@ def test_ragged_batches_stay_within_max_bytes(size: int, delete_used: bool, rele
         assert result.peak_batches <= limit(size, delete_used)
 
 
+@by_size
+@by_deleting
+@by_release
+def test_hand_outs_that_add_bytes_stay_within_max_bytes(size: int, delete_used: bool, released_by: str):
+    """With outputs of different sizes the bytes held never exceed the limit, not even for the time of a hand-out."""
+    rng = np.random.default_rng(60 + size)
+    for consumer in (KEEPS, DROPS, DISPOSES, SYNCHRONISES) * 3:
+        sizes, outs = ([int(n) for n in rng.integers(low, 101, 150)] for low in (25, 0))
+        most = int(rng.integers(200 if delete_used else 400, 701))
+        times = drawn(rng, 0.5 * STEP_S, 150), [n / 100 * STEP_S for n in sizes], drawn(rng, STEP_S, 150)
+        options = {"delete_used": delete_used, "released_by": released_by, "consumer": consumer}
+        result = run(times, size=size, max_bytes=most, costs=MEASURED, sizes=sizes, outs=outs, **options)
+        assert result.peak_bytes <= most
+        assert result.peak_batches <= limit(size, delete_used)
+
+
+@by_deleting
+def test_room_for_outputs_is_used_to_the_last_byte(delete_used: bool):
+    """Of four batches that go ahead the last fits just so with what hand-outs add, and one byte less is one less."""
+    times, outs = constant(0.0, 0.4, 50), [20] * 50
+    options = {"size": 4, "delete_used": delete_used, "sizes": [10] * 50, "outs": outs}
+    most = 60 if delete_used else 90  # four batches ahead; the one handed out and the one before have outputs
+    assert run(times, max_bytes=most, **options).peak_bytes == most
+    assert run(times, max_bytes=most - 1, **options).peak_bytes == most - 10
+
+
 @by_deleting
 def test_max_bytes_is_used_to_the_last_byte(delete_used: bool):
     """A limit of bytes that is a whole number of batches is filled, and one byte less holds one batch less."""
