@@ -10,9 +10,19 @@ Synopsis:
 """
 
 from jaxprefetch.fetch import HostFetcher, fetch_to_host
+from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
+from jaxprefetch.samples import batched
 from jaxprefetch.statistics import PrefetchStatistics
 
-__all__ = ["DevicePrefetcher", "HostFetcher", "PrefetchStatistics", "fetch_to_host", "prefetch_to_device"]
+__all__ = [
+    "DevicePrefetcher",
+    "HostFetcher",
+    "PrefetchStatistics",
+    "WritesBatches",
+    "batched",
+    "fetch_to_host",
+    "prefetch_to_device",
+]
 __version__ = "0.1.0"

@@ -10,7 +10,6 @@ Synopsis:
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import logging
 import threading
@@ -22,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from jax.profiler import TraceAnnotation
 
 from jaxprefetch.errors import add_note
-from jaxprefetch.host.source import Source, close_iterator, writes_batches
+from jaxprefetch.host.source import Source, close_iterator, is_dead, writes_batches
 
 logger = logging.getLogger("jaxprefetch")
 T = TypeVar("T")
@@ -200,10 +199,12 @@ class Pipeline:
         self.times.inside = f"the source, for batch {number}"
         try:
             return call()
+        except StopIteration:
+            raise
         except BaseException as error:
             add_note(error, f"jaxprefetch: raised by the source while it made batch {number}")
-            if inspect.isgenerator(self.iterator):
-                self._end = End(error)  # it is dead; asked again it would say that it has ended
+            if is_dead(self.iterator):
+                self._end = End(error)
             raise
 
     def _stage_pulled(self, number: int, reserve: Reserve) -> Any:

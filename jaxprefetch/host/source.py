@@ -11,14 +11,40 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
+
+
+class WritesBatches(Protocol):
+    """What an iterator, or a source that cannot be iterated, may have: it writes its batches into memory it is given.
+
+    `__next__`, which iterators have besides, is not called then. StopIteration, from either, is the end, too.
+    """
+
+    @property
+    def element_spec(self) -> Any:
+        """The pytree of the next batch if it is a whole one: anything with a shape and a dtype for each leaf.
+
+        Of this process's rows, on the host. It is read before each batch, and may change from batch to batch.
+        """
+
+    def read_into(self, out: Any, /) -> int:
+        """Writes the next batch.
+
+        After an interrupt (with `host_size=0` a Ctrl-C strikes in here) it is called again for the same batch.
+
+        Args:
+            out: the same tree of writable, C-contiguous NumPy arrays, with whatever was there before. Not to be used
+                any more after the return.
+
+        Returns:
+            How far along axis 0 it has written, up to the length of the first leaf (the first that is split by rows, if
+            there are some): less for a short batch, 0 at the end. Leaves of another length are sent whole.
+        """
+        ...
 
 
 class Source:
     """A source of batches and whether it can be gone through again.
-
-    Its iterator, or itself where it cannot be iterated, may have `read_into(out) -> rows` and `element_spec`: it writes
-    its batches itself, into memory that it is given.
 
     Raises:
         TypeError: it cannot be iterated, or iterating it does not give batches.
@@ -55,4 +81,14 @@ def close_iterator(iterator: Any) -> None:
 
 def closable_from_outside(iterator: Any) -> bool:
     """Whether `close()` may be called while another thread is inside `next()`: generators refuse that."""
-    return not inspect.isgenerator(iterator) and callable(getattr(iterator, "close", None))
+    return not inspect.isgenerator(_origin(iterator)) and callable(getattr(iterator, "close", None))
+
+
+def is_dead(iterator: Any) -> bool:
+    """Whether it is a generator, or pulls from one, that an error has ended: asked again it would tell of an end."""
+    origin = _origin(iterator)
+    return inspect.isgenerator(origin) and inspect.getgeneratorstate(origin) == inspect.GEN_CLOSED
+
+
+def _origin(iterator: Any) -> Any:
+    return getattr(iterator, "pulls_from", iterator)

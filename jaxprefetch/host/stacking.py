@@ -1,0 +1,138 @@
+"""Single samples stacked to a batch, straight into the memory that it is given, by several threads where that pays.
+
+Synopsis:
+
+    spec = sample_spec(samples[0], where="Batch 0")
+    stack(samples, out, where="Batch 0", copier=copier)      # out: a tree of arrays, with one more axis than samples
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxprefetch.host.copying import CHUNK_BYTES, PARALLEL_BYTES, Copier
+from jaxprefetch.host.leaves import as_host, fetch, is_number, leaf_paths, plain
+
+SHARED_BYTES = 16 << 10
+"""Leaves of samples that are smaller are copied on the calling thread: others would wait for the interpreter."""
+
+_NUMBERS = {kind: np.asarray(kind()).dtype for kind in (bool, int, float, complex)}
+
+
+def sample_spec(sample: Any, *, where: str) -> Any:
+    """The tree of shapes and dtypes of a sample.
+
+    Raises:
+        TypeError: a leaf has no place in an array.
+    """
+    sample = plain(sample)
+    leaves, treedef = jax.tree_util.tree_flatten(sample)
+    arrays = [_as_array(leaf, f"{where}, sample 0{name}") for leaf, name in zip(leaves, _names(sample), strict=True)]
+    return jax.tree_util.tree_unflatten(treedef, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays])
+
+
+def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> None:
+    """Copies sample i to row i of the arrays in `out`. Blocking: until it is done.
+
+    Raises:
+        ValueError: a sample differs from the first in its structure, or in the shape or dtype of a leaf.
+        TypeError: a leaf has no place in an array.
+    """
+    arrays = jax.tree_util.tree_leaves(out)
+    tasks = []
+    for array, column in zip(arrays, _columns(samples, arrays, where), strict=True):
+        size = array[:1].nbytes
+        if size < SHARED_BYTES or size * len(column) < PARALLEL_BYTES:
+            _fill(array, column, 0, len(column))
+        else:
+            step = max(CHUNK_BYTES // size, 1)
+            tasks += [functools.partial(_fill, array, column, at, at + step) for at in range(0, len(column), step)]
+    copier.run(tasks)
+
+
+def _fill(array: np.ndarray, column: Sequence[Any], start: int, stop: int) -> None:
+    rows, leaves = array[start : min(stop, len(column))], column[start:stop]
+    if rows.ndim == 1:
+        rows[...] = leaves
+    elif rows.flags.c_contiguous:  # for small ones a third of the time of np.stack (NumPy 2.4)
+        np.concatenate(leaves, out=rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]))
+    else:
+        np.stack(leaves, out=rows)
+
+
+def _columns(samples: Sequence[Any], arrays: Sequence[np.ndarray], where: str) -> Sequence[Sequence[Any]]:
+    """For each array the leaves of all samples, which fit into its rows."""
+    if any(isinstance(leaf, Mapping) for leaf in jax.tree_util.tree_leaves(samples[0])):
+        samples = [plain(sample) for sample in samples]
+    leaves, structure = jax.tree_util.tree_flatten(list(samples))  # one call for all: a call for each is slow
+    if structure != jax.tree_util.tree_structure([samples[0]] * len(samples)):
+        _check_structures(samples, where)
+    columns = [leaves[j :: len(arrays)] for j in range(len(arrays))]
+    for j, (array, column) in enumerate(zip(arrays, columns, strict=True)):
+        if not _are_rows(column, array):
+            name = _names(samples[0])[j]
+            columns[j] = [
+                _checked(leaf, array.shape[1:], array.dtype, f"{where}, sample {i}{name}")
+                for i, leaf in enumerate(column)
+            ]
+    return columns
+
+
+def _are_rows(column: Sequence[Any], array: np.ndarray) -> bool:
+    """Whether all are arrays, or numbers of one type, that fit into rows of the array: the quick way to tell."""
+    kind, *others = set(map(type, column))
+    if others:
+        return False
+    if kind is np.ndarray or issubclass(kind, np.generic):
+        return {leaf.shape for leaf in column} == {array.shape[1:]} and {leaf.dtype for leaf in column} == {array.dtype}
+    return kind in _NUMBERS and array.ndim == 1 and array.dtype == _NUMBERS[kind]
+
+
+def _check_structures(samples: Sequence[Any], where: str) -> None:
+    first = jax.tree_util.tree_structure(samples[0])
+    for i, sample in enumerate(samples):
+        if (structure := jax.tree_util.tree_structure(sample)) != first:
+            raise ValueError(
+                f"{where}, sample {i}: its structure is {structure}, where sample 0 has {first}. "
+                "Give all samples of a batch the same keys, or leave out what only some have."
+            )
+
+
+def _checked(leaf: Any, shape: tuple[int, ...], dtype: np.dtype, where: str) -> np.ndarray:
+    leaf = _as_array(leaf, where)
+    if leaf.shape != shape:
+        raise ValueError(
+            f"{where}: its shape is {leaf.shape}, where sample 0 has {shape}. The samples of a batch are stacked: "
+            "crop or pad them, or let samples of one shape follow one another (shapes may change between batches)."
+        )
+    if leaf.dtype != dtype:
+        raise ValueError(
+            f"{where}: its dtype is {leaf.dtype}, where sample 0 has {dtype}. Convert it where samples are made."
+        )
+    return leaf
+
+
+def _as_array(leaf: Any, where: str) -> np.ndarray:
+    if isinstance(leaf, jax.Array):
+        return fetch(as_host(leaf, where), where)  # an explicit transfer
+    what = type(leaf).__name__
+    if is_number(leaf) or hasattr(leaf, "__array__"):
+        array = np.asarray(as_host(leaf, where))
+        if array.dtype.kind not in "OSU":
+            return array
+        what += f" of dtype {array.dtype}"
+    raise TypeError(
+        f"{where}: {what} cannot be stacked to an array of numbers. Leave it out of the samples, or yield numbers in "
+        "its place: tokens or bytes of one length, or an index into a table."
+    )
+
+
+def _names(sample: Any) -> list[str]:
+    """What errors call the leaves."""
+    bare = jax.tree_util.all_leaves([sample])
+    return [""] if bare else [f", leaf {path}" for path in leaf_paths(sample)]
