@@ -10,7 +10,6 @@ Synopsis:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +39,7 @@ from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
 from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_names, named, signature
 from jaxprefetch.offer import Offer, stand_in
 from jaxprefetch.recent import Recent
-
-logger = logging.getLogger("jaxprefetch")
+from jaxprefetch.shapes import Shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +89,12 @@ class Stager:
         self._policy = LastBatch(options.last_batch)
         self._structures: Recent[Any, Structure] = Recent()  # by treedef
         self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
-        self._said_shapes = False
-        self._first: Plan | None = None  # of the first batch, set by the thread that stages
+        self._shapes = Shapes(options.last_batch)
 
     @property
     def element_spec(self) -> Any:
         """Of the first batch; None before it."""
-        return None if self._first is None else self._first.element_spec
+        return None if self._shapes.first is None else self._shapes.first.element_spec
 
     def close(self) -> None:
         """Gives up the host memory that is free; the rest goes when its batches do."""
@@ -162,7 +159,7 @@ class Stager:
                     reserve(-offer.plan.host_bytes)
                 return None
         plan, order = layout.plan(leaves, deliver=deliver, number=number, context=self._placement.context)
-        self._compare_with_first(plan, number)
+        self._shapes.compare(plan, number)
         if offer is None or offer.plan is None:
             reserve(plan.host_bytes)
             return self._own(plan, order, leaves, rows, number)
@@ -188,7 +185,7 @@ class Stager:
         return self._structures.get(treedef, lambda: self._new_structure(raw, treedef, number))
 
     def _new_structure(self, raw: Any, treedef: Any, number: int) -> Structure:
-        if self._first is None:
+        if self._shapes.first is None:
             check_names(self._names, leaf_paths(raw, with_none=True), number)
         paths = leaf_paths(raw)
         return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._names))
@@ -211,23 +208,6 @@ class Stager:
         if isinstance(leaf, jax.Array) and leaf.is_fully_addressable and not target.is_local:
             return fetch(leaf, where)  # this process's rows of a global array
         return leaf
-
-    def _compare_with_first(self, plan: Plan, number: int) -> None:
-        if self._first is None:
-            self._first = plan
-        if plan is self._first or self._said_shapes or (difference := plan.difference(self._first)) is None:
-            return
-        self._said_shapes = True
-        hint = ""
-        if self._options.last_batch == "error":
-            hint = " last_batch='drop' or 'pad' gives a short last batch the shape of the others."
-        logger.warning(
-            "jaxprefetch: batch %d has other shapes, dtypes or keys than batch 0, and a step is compiled anew for each "
-            "(%s).%s",
-            number,
-            difference,
-            hint,
-        )
 
     def _in_place(
         self, offer: Offer, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int

@@ -12,6 +12,7 @@ from assembling import Reads, Rows, Sent, address
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxprefetch import prefetch_to_device
+from jaxprefetch.device import packing
 from jaxprefetch.host import pipeline
 
 by_host_size = pytest.mark.parametrize("host_size", [0, 4])
@@ -244,6 +245,23 @@ def test_padding_along_another_axis() -> None:
     with prefetch_to_device(source, sharding=split(None, "data"), batch_axis=1, last_batch="pad") as batches:
         (out,) = batches
     np.testing.assert_array_equal(np.asarray(out["x"]), np.pad(source.arrays["x"], ((0, 0), (0, 2))))
+
+
+def test_small_leaves_that_travel_packed(monkeypatch) -> None:
+    """Where small leaves share a buffer, large ones are sent from where they were written, whole or short."""
+    monkeypatch.setattr(packing, "PLATFORMS", ("cpu",))
+    sent = Sent(monkeypatch)
+    small = {name: np.arange(20, dtype=np.float32) + i for i, name in enumerate("abcd")}
+    source = Rows({**small, "x": np.arange(20 * 40_000, dtype=np.float32).reshape(20, -1)}, 8)
+    for last_batch in ("error", "pad"):
+        sent.addresses.clear()
+        with prefetch_to_device(source, last_batch=last_batch) as batches:
+            for out, raw in zip(batches, parts(source.arrays, 8), strict=True):
+                for name, leaf in raw.items():
+                    np.testing.assert_array_equal(np.asarray(out[name])[: len(leaf)], leaf)
+        assert [len(put) for put in sent.addresses] == [2, 2, 2]
+        for put, written in zip(sent.addresses, source.passes[-1].written[:3], strict=True):
+            assert put[0] == written[4]
 
 
 # ---- what is a source, and when it ends

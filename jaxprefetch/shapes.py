@@ -1,0 +1,44 @@
+"""Batches whose shapes, dtypes or keys are not those of the first: each means a compiled step, which is said once.
+
+Synopsis:
+
+    shapes = Shapes(last_batch="error")
+    shapes.compare(plan, number=0)
+    shapes.first                             # the plan of the first batch
+"""
+
+from __future__ import annotations
+
+import logging
+
+from jaxprefetch.device.plan import Plan
+from jaxprefetch.host.batching import Mode
+
+logger = logging.getLogger("jaxprefetch")
+
+
+class Shapes:
+    """The plan of the first batch, and whether it was said that others differ. Written by the thread that stages."""
+
+    def __init__(self, last_batch: Mode):
+        self._last_batch: Mode = last_batch
+        self._said = False
+        self.first: Plan | None = None
+
+    def compare(self, plan: Plan, number: int) -> None:
+        """Warns of the first batch that differs."""
+        if self.first is None:
+            self.first = plan
+        if plan is self.first or self._said or (difference := plan.difference(self.first)) is None:
+            return
+        self._said = True
+        hint = ""
+        if self._last_batch == "error":
+            hint = " last_batch='drop' or 'pad' gives a short last batch the shape of the others."
+        logger.warning(
+            "jaxprefetch: batch %d has other shapes, dtypes or keys than batch 0, and a step is compiled anew for each "
+            "(%s).%s",
+            number,
+            difference,
+            hint,
+        )
