@@ -34,7 +34,7 @@ class Passes:
     def next(self) -> Any:
         """The next batch, or `END`."""
         while (batch := next(self._iterator, END)) is END:
-            if not (self._some and self._batches._source.reiterable):
+            if not (self._some and self._batches.reiterable):
                 return END
             self._some = False
             self._iterator = iter(self._batches)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from jaxprefetch.arguments import integer, parse_bytes
 from jaxprefetch.device.handout import OnDevice
@@ -19,7 +19,8 @@ from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
 from jaxprefetch.host.batching import MODES, Mode
 from jaxprefetch.host.memory import default_host_bytes
-from jaxprefetch.host.source import Source, WritesBatches
+from jaxprefetch.host.resume import ResumableSource
+from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.layout import KeepOnHost, StagingOptions
 from jaxprefetch.prefetcher import DevicePrefetcher
 from jaxprefetch.staging import stager
@@ -42,6 +43,7 @@ def prefetch_to_device(
     delete_used: bool = False,
     fresh_buffers: bool | None = None,
     on_device: OnDevice | None = None,
+    resume: Literal["replay"] | None = None,
 ) -> DevicePrefetcher[T]:
     """Batches of `source`, already on their devices, with the copy hidden behind the step before.
 
@@ -87,6 +89,9 @@ def prefetch_to_device(
             It is compiled for each structure of batches, with `default_device` and x64 as they are now and no other
             context of JAX's. Leaves that stay on the host pass by it: it may move them or leave them out. Its outputs
             count towards `max_bytes` from the hand-out on, beside what it was made from.
+        resume: `"replay"` is for `set_state` with sources that keep no state of their own. It promises that a newly
+            made source yields the same batches again, in the same order, pass by pass; it is then gone through once
+            more up to the place. Grain's iterators and torchdata's loaders need no promise.
 
     Returns:
         An iterator and context manager. Leaves are `jax.Array`; 64-bit types follow JAX's x64 setting as it is now;
@@ -112,7 +117,7 @@ def prefetch_to_device(
     placement = Placement(sharding)
     max_host_bytes = parse_bytes("max_host_bytes", max_host_bytes) or default_host_bytes()
     return DevicePrefetcher(
-        Source(source),
+        ResumableSource(source, resume),
         stager(placement, options, max_host_bytes),
         functools.partial(Window, size, delete_used=bool(delete_used), max_bytes=parse_bytes("max_bytes", max_bytes)),
         placement,

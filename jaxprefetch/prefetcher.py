@@ -23,8 +23,9 @@ from jaxprefetch.device.handout import HandOut, OnDevice
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
 from jaxprefetch.host.pipeline import Inline, Pipeline, SourceTimes
+from jaxprefetch.host.places import Places
 from jaxprefetch.host.reader import Reader
-from jaxprefetch.host.source import Source
+from jaxprefetch.host.resume import ResumableSource
 from jaxprefetch.staging import Stager
 from jaxprefetch.statistics import PrefetchStatistics, snapshot
 
@@ -37,12 +38,12 @@ class DevicePrefetcher(Generic[T]):
     """What `prefetch_to_device` returns: an iterator of batches on their devices, and a context manager.
 
     `iter()` in the middle of a pass continues it; after the end it begins a new pass if the source can be iterated
-    again. After an error, and after the end until `iter()`, `next()` raises the same again.
+    again (`reiterable`). After an error, and after the end until `iter()`, `next()` raises the same again.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: ResumableSource,
         stager: Stager,
         window: Callable[..., Window],
         placement: Placement,
@@ -52,6 +53,8 @@ class DevicePrefetcher(Generic[T]):
         on_device: OnDevice | None = None,
     ):
         self._source = source
+        self.reiterable = source.reiterable
+        self._places = Places(source)
         self._stager = stager
         self._host_size = host_size
         self._max_host_bytes = max_host_bytes
@@ -79,8 +82,9 @@ class DevicePrefetcher(Generic[T]):
         if self._over:
             if self._feed.error is not None:
                 self._feed.raise_end()
-            if self._source.reiterable:
+            if self.reiterable:
                 self._end_pass()
+                self._places.next_pass()
                 self._over = False
             elif not self._said_spent:
                 self._said_spent = True
@@ -132,6 +136,10 @@ class DevicePrefetcher(Generic[T]):
                 self._begin_pass()
         self._clear_if_closed()
 
+    def next_is_staged(self) -> bool:
+        """Whether `next()` would not wait for the source; False before anything was started. Never blocks."""
+        return self._over or (bool(self._readers) and self._feed.has_next)
+
     @property
     def element_spec(self) -> Any:
         """The tree of `jax.ShapeDtypeStruct` (global shapes, shardings) of the first batch, as it is delivered.
@@ -167,6 +175,35 @@ class DevicePrefetcher(Generic[T]):
         self._end_pass()
         self._clear_if_closed()
 
+    def get_state(self) -> dict[str, Any]:
+        """Where the loop is in the source: behind the batch taken last, whatever is on its way.
+
+        Returns:
+            A dict of pass, batches taken and the source's own state, if it has one. `set_state` of a prefetcher made
+            like this one, of a source made like this one, goes on from there.
+
+        Blocking: for the first batch, if the thread has been started and none was taken yet.
+
+        Raises:
+            TypeError: the source has no state of its own, and `resume="replay"` was not given.
+            Exception: what the source raised when it was asked for its state.
+        """
+        if self._readers and not self._taken() and self._is_free():
+            with self._turn:
+                self._feed.peek()
+        return self._places.get(self._taken(), self._stager.rows, ended=self._over and self._feed.error is None)
+
+    def set_state(self, state: Any) -> None:
+        """The first batch will be the one after those that were taken when `get_state()` gave this.
+
+        With `resume="replay"` the source is gone through again up to there, when the first batch is asked for.
+
+        Raises:
+            ValueError: reading has begun; the state is that of another kind of source.
+            TypeError: see `get_state`.
+        """
+        self._places.set(state)
+
     def statistics(self) -> PrefetchStatistics:
         """Counts, bytes and waits so far, and what the loop is bound by. Never blocks."""
         return snapshot(self._feed, self._past.plus(self._times), inline=not self._host_size)
@@ -176,6 +213,10 @@ class DevicePrefetcher(Generic[T]):
             return self._stager.element_spec
         delivery = self._feed.first_delivery
         return None if delivery is None else delivery.spec
+
+    def _taken(self) -> int:
+        """Batches of this pass that the loop has."""
+        return self._feed.window.taken - self._feed.first - (self._undelivered is not _NOTHING)
 
     # ---- one pass
 
@@ -200,7 +241,9 @@ class DevicePrefetcher(Generic[T]):
                 self._end_pass()
                 self._feed.clear()
                 self._stager.close()
-                self._undelivered = _NOTHING
+                self._source.close()
+                if self._undelivered is not _NOTHING:
+                    self._undelivered = None  # and it still counts as not taken
 
     def _begin_pass(self) -> None:
         """Starts the reader where there is none; needs the turn."""
@@ -208,8 +251,9 @@ class DevicePrefetcher(Generic[T]):
             reader.start()  # nothing, unless a thread could not be had before
         if self._readers or self._over or self._feed.closed:
             return
-        self._stager.begin_pass()
+        self._stager.begin_pass(self._places.rows)
         pipeline = Pipeline(self._source, self._stager)
+        self._places.begin_pass(pipeline.places)
         context = SourceContext(self._context).entered
         if self._host_size:
             reader = Reader(pipeline, context=context, host_size=self._host_size, max_host_bytes=self._max_host_bytes)
@@ -236,6 +280,7 @@ class DevicePrefetcher(Generic[T]):
         if self._over:
             self._feed.raise_end()
         self._begin_pass()
+        self._places.forget(self._taken())
         try:
             return self._feed.next()
         except StopIteration:

@@ -100,9 +100,14 @@ class Stager:
         """Gives up the host memory that is free; the rest goes when its batches do."""
         self._memory.clear()
 
-    def begin_pass(self) -> None:
-        """Batch numbers and the rows to compare with start again."""
-        self._policy = LastBatch(self._options.last_batch)
+    @property
+    def rows(self) -> int | None:
+        """Of batch 0 of this pass; None before it, or where batches have none."""
+        return self._policy.rows
+
+    def begin_pass(self, rows: int | None = None) -> None:
+        """Batch numbers start again, and the rows to compare with, unless they are those of a batch 0 taken before."""
+        self._policy = LastBatch(self._options.last_batch, rows)
 
     def offer(self, spec: Any, number: int, reserve: Callable[[int], None]) -> Offer:
         """Host memory that the source can write a batch into, which it describes by shapes and dtypes.

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from jax.profiler import TraceAnnotation
 
 from jaxprefetch.errors import add_note
-from jaxprefetch.host.source import Source, close_iterator, is_dead, writes_batches
+from jaxprefetch.host.source import AFTER_END, Source, close_iterator, is_dead, writes_batches
 
 logger = logging.getLogger("jaxprefetch")
 T = TypeVar("T")
@@ -100,6 +100,7 @@ class Pipeline:
     def __init__(self, source: Source, stager: Stages):
         self.times = SourceTimes()
         self.iterator: Any = None
+        self.places: dict[int, Any] = {}  # the source's own state, if it has one, by the number of batches pulled
         self._source = source
         self._stager = stager
         self._end: End | None = None
@@ -120,6 +121,7 @@ class Pipeline:
                 item = self._stage_pulled(number, reserve)
             except StopIteration:
                 self._end = End()
+                self._note_place(AFTER_END, self._source.place_after())
             except caught as error:
                 self._end = End(error)
             else:
@@ -155,6 +157,7 @@ class Pipeline:
             self._take_back()  # that one was left out
             self._number = number
         if self._raw:  # an interrupt struck while it was staged
+            self._pulled(number)
             return
         times = self.times
         start = times.working_ns()
@@ -166,6 +169,7 @@ class Pipeline:
                 self._ask(number, lambda: self._raw.extend(itertools.islice(pulls, 1)))
         if not self._raw:
             raise StopIteration
+        self._pulled(number)
         took = times.working_ns() - start
         times.pulled = number + 1
         times.pull_ns += took
@@ -176,9 +180,19 @@ class Pipeline:
         if self._pulls is None:
             if self.iterator is None:
                 self.iterator = self._source.open()
+            self._note_place(0, self._source.place(self.iterator))
             self._writes = writes_batches(self.iterator)
             self._pulls = itertools.starmap(next, itertools.repeat((self.iterator,)))
         return self._pulls
+
+    def _pulled(self, number: int) -> None:
+        """Notes the source's own state behind this batch, before the next one is pulled."""
+        if number + 1 not in self.places:
+            self._note_place(number + 1, self._source.place(self.iterator))
+
+    def _note_place(self, pulled: int, place: Any) -> None:
+        if place is not None:
+            self.places[pulled] = place
 
     def _read(self, number: int, reserve: Reserve) -> None:
         """Has the source write the batch; after an interrupt again, into the same memory, unless it had returned."""

@@ -13,6 +13,9 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+AFTER_END = -1
+"""Stands for the number of batches pulled where the end of the pass is told."""
+
 
 class WritesBatches(Protocol):
     """What an iterator, or a source that cannot be iterated, may have: it writes its batches into memory it is given.
@@ -66,6 +69,12 @@ class Source:
         """The iterator of one pass."""
         return iter(self._source) if hasattr(self._source, "__iter__") or self.reiterable else self._source
 
+    def place(self, iterator: Any) -> Any:
+        """Its own state behind what was pulled from this iterator; None: it has none, or it is not kept."""
+
+    def place_after(self) -> Any:
+        """Its own state from which the next pass begins; None as above."""
+
 
 def writes_batches(iterator: Any) -> bool:
     """Whether it writes its batches into memory that it is given."""
@@ -81,14 +90,15 @@ def close_iterator(iterator: Any) -> None:
 
 def closable_from_outside(iterator: Any) -> bool:
     """Whether `close()` may be called while another thread is inside `next()`: generators refuse that."""
-    return not inspect.isgenerator(_origin(iterator)) and callable(getattr(iterator, "close", None))
+    return not inspect.isgenerator(origin(iterator)) and callable(getattr(iterator, "close", None))
 
 
 def is_dead(iterator: Any) -> bool:
     """Whether it is a generator, or pulls from one, that an error has ended: asked again it would tell of an end."""
-    origin = _origin(iterator)
-    return inspect.isgenerator(origin) and inspect.getgeneratorstate(origin) == inspect.GEN_CLOSED
+    worker = origin(iterator)
+    return inspect.isgenerator(worker) and inspect.getgeneratorstate(worker) == inspect.GEN_CLOSED
 
 
-def _origin(iterator: Any) -> Any:
+def origin(iterator: Any) -> Any:
+    """What does the work in the end where an iterator only passes it on."""
     return getattr(iterator, "pulls_from", iterator)

@@ -1,0 +1,109 @@
+"""Where the loop is in its source, as a state that can be saved: that of the batch taken last.
+
+Synopsis:
+
+    places = Places(source)
+    places.set(state)                             # before anything is pulled
+    places.begin_pass(pipeline.places)            # own states of the source, by the number of batches pulled
+    state = places.get(taken=3, rows=96, ended=False)
+    places.next_pass()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from jaxprefetch.errors import add_note
+from jaxprefetch.host.resume import ResumableSource, Unknown
+from jaxprefetch.host.source import AFTER_END
+
+VERSION = 1
+
+
+class Places:
+    """Counts passes and the batches taken of them. Used by the consumer's thread.
+
+    Attributes:
+        rows: of batch 0 of this pass, if that was taken before a restart.
+        begun: something was pulled, or is about to be.
+    """
+
+    def __init__(self, source: ResumableSource):
+        self._source = source
+        self._pass = 0
+        self._taken = 0  # of this pass, before a restart
+        self.rows: int | None = None
+        self.begun = False
+        self._own: MutableMapping[int, Any] | None = None  # of this pass, once it has begun; the puller puts in
+        self._before: Any = None  # the own state with which this pass begins, if it is not the first
+
+    def begin_pass(self, own: MutableMapping[int, Any]) -> None:
+        """Pulling begins; `own` gets the source's own state for each number of batches pulled."""
+        self._own, self.begun = own, True
+
+    def next_pass(self) -> None:
+        """The pass has ended, and another will begin."""
+        self._before = self._own.get(AFTER_END) if self._own is not None else None
+        self._pass, self._taken, self.rows, self._own = self._pass + 1, 0, None, None
+
+    def forget(self, taken: int) -> None:
+        """So many batches of this pass were taken: no state before the last but one is asked for any more."""
+        if self._own:
+            self._own.pop(taken - 2, None)
+
+    def get(self, taken: int, rows: int | None, *, ended: bool) -> dict[str, Any]:
+        """The state after so many batches of this pass since the restart.
+
+        Args:
+            taken: see above.
+            rows: of batch 0 of this pass, as far as it is known.
+            ended: the loop was told of the end of the pass.
+
+        Raises:
+            TypeError: the source cannot be resumed.
+            Exception: what it raised when it was asked for its own state.
+        """
+        if not self.begun:
+            self._source.check_resumable()
+            return self._state(self._pass, self._taken, self.rows, self._source.place_before())
+        if not self._source.resumable:
+            raise self._source.refusal()
+        if ended and self._source.reiterable:
+            return self._state(self._pass + 1, 0, None, self._own.get(AFTER_END) if self._own is not None else None)
+        if self._own is None:
+            return self._state(self._pass, 0, None, self._before)
+        return self._state(self._pass, self._taken + taken, rows or self.rows, self._own.get(taken))
+
+    def set(self, state: Any) -> None:
+        """The first pass begins where the state was taken; on the thread that pulls.
+
+        Raises:
+            ValueError: reading has begun; it is no such state, or of another kind of source.
+            TypeError: the source cannot be resumed.
+        """
+        if self.begun:
+            raise ValueError("set_state: reading has begun. Set the state of a newly made prefetcher.")
+        if not isinstance(state, Mapping) or state.get("version") != VERSION:
+            raise ValueError(f"set_state: expected what get_state() of version {VERSION} gave, got {state!r:.200}.")
+        self._source.check_resumable()
+        if state["how"] != self._source.how:
+            raise ValueError(
+                f"set_state: the state was taken by {state['how']!r}, and this source is resumed by "
+                f"{self._source.how!r}. Make it as it was made then, with the same `resume`."
+            )
+        self._source.go_to(state["pass"], state["taken"], state["source"])
+        self._pass, self._taken, self.rows = state["pass"], state["taken"], state["rows"]
+
+    def _state(self, number_of_pass: int, taken: int, rows: int | None, own: Any) -> dict[str, Any]:
+        if isinstance(own, Unknown):
+            add_note(own.error, "jaxprefetch: raised by the source when it was asked for its state")
+            raise own.error
+        return {
+            "version": VERSION,
+            "how": self._source.how,
+            "pass": number_of_pass,
+            "taken": taken,
+            "rows": rows,
+            "source": own,
+        }
