@@ -9,14 +9,18 @@ Synopsis:
             state, metrics = train_step(state, batch)
 """
 
+from jaxprefetch.cache import DeviceCache
 from jaxprefetch.fetch import HostFetcher, fetch_to_host
 from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
 from jaxprefetch.samples import batched
+from jaxprefetch.sampling import CacheBatches
 from jaxprefetch.statistics import PrefetchStatistics
 
 __all__ = [
+    "CacheBatches",
+    "DeviceCache",
     "DevicePrefetcher",
     "HostFetcher",
     "PrefetchStatistics",

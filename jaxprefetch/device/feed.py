@@ -109,6 +109,12 @@ class Feed:
                 self._fail(no_room(window, number - self.first))
         raise StopIteration
 
+    @property
+    def has_next(self) -> bool:
+        """Whether `next()` would not wait for the source: a batch is staged or on its way, or the end is known."""
+        window = self.window
+        return window.issued + window.staged > window.taken or window.ended or self._next_staged in self._items
+
     def peek(self) -> None:
         """Waits until one batch is staged or the source has ended."""
         self._look()
