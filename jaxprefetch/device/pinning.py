@@ -31,6 +31,7 @@ class Pinning:
 
     def __init__(self, client: Any):
         self._client = client
+        self._driver = _find_driver()
 
     @classmethod
     def of(cls, devices: Sequence[Device]) -> Pinning | None:
@@ -58,9 +59,17 @@ class Pinning:
         return (
             _SENDS_ANY_PINNED
             and leaf.dtype.isnative
-            and leaf.strides == _default_strides(leaf)
-            and _is_pinned(leaf.ctypes.data)
+            and leaf.flags.c_contiguous
+            and (1 not in leaf.shape or leaf.strides == _default_strides(leaf))
+            and self._is_pinned(leaf.__array_interface__["data"][0])
         )
+
+    def _is_pinned(self, address: int) -> bool:
+        if self._driver is None:
+            return True  # it cannot be told, so the source's promise counts
+        kind = ctypes.c_uint(0)
+        status = self._driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
+        return status == 0 and kind.value == _HOST_MEMORY
 
 
 def _default_strides(leaf: np.ndarray) -> tuple[int, ...]:
@@ -71,18 +80,8 @@ def _default_strides(leaf: np.ndarray) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-@functools.cache
-def _driver() -> Any:
+def _find_driver() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:  # another vendor's
         return None
-
-
-def _is_pinned(address: int) -> bool:
-    driver = _driver()
-    if driver is None:
-        return True  # cannot be told: the source's promise is taken for more than it says
-    kind = ctypes.c_uint(0)
-    status = driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
-    return status == 0 and kind.value == _HOST_MEMORY

@@ -60,11 +60,12 @@ class Reader:
         self._max_host_bytes = max_host_bytes
         self.items: dict[int, Any] = {}  # put in by the thread, taken out by the consumer
         self._news: SimpleQueue[None] = SimpleQueue()
-        self._room: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._room: SimpleQueue[None] = SimpleQueue()
         self._host_size = host_size
         self._pulled = self._issued = self._reserved = self._landed = 0  # the thread's own counts, of batches and bytes
         self._waited_for = False  # written by the consumer
-        self._told = 0  # written by the consumer: the batches issued, as last given
+        self._told = 0, 0  # written by the consumer: batches issued and bytes landed
+        self._wants_room = False  # written by the thread
         self._cancelled = False  # written once, False to True
         self._thread: threading.Thread | None = None  # made by start(): a thread refers to its reader
         self._runs: dict[str, threading.Thread] = {}  # "thread": the one that got to run; written with setdefault
@@ -99,14 +100,14 @@ class Reader:
 
     def give_room(self, issued: int, landed: int) -> None:
         """So many batches have been issued altogether, and so many bytes of host memory have landed."""
-        if issued != self._told or self._max_host_bytes is not None:
-            self._told = issued
-            self._room.put((issued, landed))
+        self._told = issued, landed
+        if self._wants_room:
+            self._room.put(None)
 
     def cancel(self) -> None:
         """Asks the thread to stop and wakes both sides. Never blocks; safe in finalisers."""
         self._cancelled = True
-        self._room.put((0, 0))
+        self._room.put(None)
         self._news.put(None)
 
     def close(self) -> None:
@@ -167,8 +168,11 @@ class Reader:
 
     def _take_room(self) -> None:
         start, self.pipeline.times.inside = time.perf_counter_ns(), "waiting for room"
-        issued, landed = self._room.get()
-        self._issued, self._landed = max(self._issued, issued), max(self._landed, landed)
+        self._wants_room = True
+        while self._told == (self._issued, self._landed) and not self._cancelled:
+            self._room.get()
+        self._wants_room = False
+        self._issued, self._landed = self._told
         self.pipeline.times.room_ns += time.perf_counter_ns() - start
 
 
