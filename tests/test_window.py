@@ -946,7 +946,7 @@ class Ledger:
             return j == k - 1 == self.fence > self.done
         if do in (Do.AWAIT_FENCE, Do.PROVE_LANDING):
             open_fence = self.batches[j].fenced and self.done < j
-            useful = blocked and not self.refusals and self.fits(self.unreferenced()) and not self.idle()
+            useful = ahead and blocked and not self.refusals and self.fits(self.unreferenced()) and not self.idle()
             due = useful or not self.out_fits() if ahead else blocked
             return due and j == min(self.unreferenced()) and open_fence == (do is Do.AWAIT_FENCE)
         if do is Do.AWAIT_SOURCE:

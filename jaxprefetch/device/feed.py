@@ -11,7 +11,6 @@ No lock is held while JAX or the source runs: one consumer at a time has the tur
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ import jax
 from jax.profiler import TraceAnnotation
 
 from jaxprefetch.device.actions import Do
+from jaxprefetch.device.arrivals import Arrivals
 from jaxprefetch.device.completion import have_landed, prepare_fence, put_marker, wait_landed
 from jaxprefetch.device.context import Device
 from jaxprefetch.device.fences import Fences
@@ -31,11 +31,6 @@ from jaxprefetch.device.staged import Issued, Sending, StagedBatch, Staging
 from jaxprefetch.device.times import LoopTimes
 from jaxprefetch.device.window import Window
 from jaxprefetch.errors import add_note
-
-logger = logging.getLogger("jaxprefetch")
-
-SAY_AFTER_SECONDS = 10.0
-"""A wait that has lasted so long is logged, once a wait."""
 
 SHORTEST_WAIT_SECONDS = 50e-6
 
@@ -55,8 +50,7 @@ class Feed:
         self.first_delivery: Delivery | None = None
         self.foreign = False  # some batch held arrays of the source's own
         self.link: float | None = None  # bytes per second to a device
-        self._staging: Staging
-        self._items: dict[int, Any] = {}  # what is staged, by number in the pass
+        self._arrivals = Arrivals(self.times)
         self._issued: dict[int, Issued] = {}
         self._devices: dict[Device, None] = {}  # all that were ever used, in order
         self._fences = Fences()
@@ -67,7 +61,8 @@ class Feed:
         """Batches come from `staging` from now on; the last pass is over."""
         if self.window.ended:
             self.window.restart()
-        self.first, self._staging, self._items = self.window.issued, staging, staging.items
+        self.first = self.window.issued
+        self._arrivals.begin_pass(staging)
         self._sending.begin_pass()
         self.times.begin_pass()
 
@@ -101,7 +96,7 @@ class Feed:
             elif do is Do.PROVE_LANDING:
                 self._prove_landing(number)
             elif do is Do.AWAIT_SOURCE:
-                self._await_source(number)
+                self._await_source()
             elif do is Do.AWAIT_STAGED:
                 seen = self.times.source_ns == waited_for_source
                 self._await_staged(number, time.perf_counter() - started, step_seen=seen)
@@ -113,18 +108,18 @@ class Feed:
     def has_next(self) -> bool:
         """Whether `next()` would not wait for the source: a batch is staged or on its way, or the end is known."""
         window = self.window
-        return window.issued + window.staged > window.taken or window.ended or self._next_staged in self._items
+        return window.issued + window.staged > window.taken or window.ended or self._next_staged in self._arrivals.items
 
     def peek(self) -> None:
         """Waits until one batch is staged or the source has ended."""
         self._look()
         while not (self.window.staged or self.window.ended or self.closed):
-            self._await_source(self.window.issued)
+            self._await_source()
             self._look()
 
     def clear(self) -> None:
         """Drops what was not handed out; the consumer's batch stays as it is."""
-        self._items.clear()
+        self._arrivals.items.clear()
         self._issued.clear()
         self._sending.begin_pass()
         self._fences.clear()
@@ -141,7 +136,7 @@ class Feed:
     def _look(self) -> None:
         """Tells the window what has been staged meanwhile, and of the end after it."""
         window = self.window
-        while not window.ended and (item := self._items.get(self._next_staged)) is not None:
+        while not window.ended and (item := self._arrivals.items.get(self._next_staged)) is not None:
             if not hasattr(item, "plan"):
                 self._ends_with(item.error)
                 window.end()
@@ -159,18 +154,17 @@ class Feed:
         try:
             return self.handout.delivery(item.plan, item.leaves)
         except Exception as error:
-            number = self._next_staged
-            add_note(error, f"jaxprefetch: raised when on_device was compiled for batch {number}")
+            add_note(error, f"jaxprefetch: raised when on_device was compiled for batch {self._next_staged}")
             self._ends_with(error)
             self.window.end()
-            self._staging.cancel()
+            self._arrivals.cancel()
             return None
 
     # ---- actions
 
     def _settle(self, number: int) -> None:
         self._issued = {n: i for n, i in self._issued.items() if n >= number}  # others: an interrupt after settling
-        self._items.pop(number - self.first, None)  # or after issuing
+        self._arrivals.items.pop(number - self.first, None)  # or after issuing
         issued, failure = self._issued[number], None
         start = time.perf_counter_ns()
         try:
@@ -184,12 +178,12 @@ class Feed:
             issued.delete()
         self.window.settled(number, disposed=not landed)
         del self._issued[number]
-        self._free_landed()
+        self._sending.free(self.window.has_landed)
         if failure is not None:
             self._fail(failure)  # what is on its way comes first
 
     def _issue(self, number: int) -> None:
-        staged: StagedBatch = self._items[number - self.first]
+        staged: StagedBatch = self._arrivals.items[number - self.first]
         if number == 0:
             self._prepare(tuple(staged.plan.cost))
         try:
@@ -202,8 +196,7 @@ class Feed:
         self._sending.add(number, staged.slot, staged.plan.host_bytes)
         self._devices.update(dict.fromkeys(staged.plan.cost))
         self.window.issue()
-        self._items.pop(number - self.first, None)
-        self._give_room()
+        self._arrivals.items.pop(number - self.first, None)
 
     def _prepare(self, devices: tuple[Device, ...]) -> None:
         """Once, before anything is on the devices."""
@@ -222,11 +215,12 @@ class Feed:
     def _fail(self, error: BaseException) -> None:
         """Nothing after the batches already issued will come."""
         self._ends_with(error)
-        self._items.clear()
+        self._arrivals.items.clear()
         self.window.fail()
-        self._staging.cancel()
+        self._arrivals.cancel()
 
     def _await_fence(self, number: int) -> None:
+        self._give_room()
         with self.times.waiting_for_room("fence"):
             covering = self._fences.wait(number)
         self._fence_done(covering)
@@ -239,36 +233,20 @@ class Feed:
         """A batch put later that is still ours alone, else a marker: once it has landed, so has this one."""
         devices = self.window.cost_of(number).keys()
         later = [i for j, i in self._issued.items() if j >= self.window.taken and i.proves(devices)]
+        self._give_room()
         with self.times.waiting_for_room("landing"):
             jax.block_until_ready(later[0].made if later else put_marker(tuple(self._devices)))
         self.window.proved(number)
-        self._free_landed()
-
-    def _free_landed(self) -> None:
         self._sending.free(self.window.has_landed)
+
+    def _await_source(self) -> None:
         self._give_room()
-
-    def _await_source(self, number: int) -> None:
-        with self.times.waiting_for_source():
-            if not self._wait(SAY_AFTER_SECONDS):
-                logger.warning(
-                    "jaxprefetch: next() has waited %.0f s for the source to make batch %d.",
-                    SAY_AFTER_SECONDS,
-                    number - self.first,
-                )
-                self._wait(None)
-
-    def _wait(self, timeout: float | None) -> bool:
-        """Whether the source has delivered or will never again: its thread is stopped when the interpreter exits."""
-        self._give_room()  # also what an interrupt kept from being said
-        number = self._next_staged
-        news = self._staging.wait(number, timeout)
-        if news and number not in self._items:
+        if not self._arrivals.wait(self._next_staged):
             self.window.end()
-        return news
 
     def _give_room(self) -> None:
-        self._staging.give_room(self.window.issued - self.first, self._sending.landed)
+        """Before every wait and at the end, not each time: it wakes a thread that then wants the GIL, too."""
+        self._arrivals.give_room(self.window.issued - self.first, self._sending.landed)
 
     def _await_staged(self, number: int, waited: float, *, step_seen: bool) -> None:
         """Looks whether the device would go idle, else waits a little for the source."""
@@ -280,16 +258,16 @@ class Feed:
             news = True
         if have_landed(self._issued[number].made):
             self.window.landed(number)
-            self._free_landed()
+            self._sending.free(self.window.has_landed)
             news = True
         if news:
             return
-        with self.times.waiting_for_source():
-            self._wait(max(SHORTEST_WAIT_SECONDS, waited / 10))
+        self._give_room()
+        if not self._arrivals.wait_briefly(self._next_staged, max(SHORTEST_WAIT_SECONDS, waited / 10)):
+            self.window.end()
 
     def _hand_out(self, number: int) -> Any:
-        issued, window = self._issued[number], self.window
-        delivery = issued.delivery
+        issued, window, delivery = self._issued[number], self.window, self._issued[number].delivery
         try:
             issued.plan.check_alive(issued.parcels, number - self.first)
             if issued.outs is None:
@@ -304,6 +282,7 @@ class Feed:
         self.times.hand_out(issued.plan.most, starved=starved)
         if not window.delete_used and delivery.largest is not None:
             self.kept.add(number, leaves[delivery.largest], self.first)
+        self._give_room()
         window.hand_out()
         return batch
 

@@ -28,8 +28,7 @@ refers to it; where memory is not handed out in compute order (`released_by="fen
 deleted or donated, also the fence of its step has to be done. What follows: at most `size` batches in flight with
 `delete_used`, `size + 1` without, because the consumer's variable holds k-1 until `next(k)` returns.
 
-A Ctrl-C may strike in any call. So a fact is worked out first, then written without a call between; told again, it
-changes nothing.
+A Ctrl-C may strike any call: a fact is worked out, then written without a call between; told again, it changes nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class Window:
     @property
     def released(self) -> int:
         """Batches that are not charged any more."""
-        return self.issued - len(self._flight.batches)
+        return self.issued - self.in_flight
 
     def has_landed(self, number: int) -> bool:
         """Whether all copies of this batch are known to be done."""
@@ -222,8 +221,7 @@ class Window:
         batches, peak = flight.without_dropped(k - 1), max(flight.peak_bytes, flight.most_with_out(k))
         if previous is not None:
             previous.dropped = True
-        batch.handed_out = True
-        flight.batches, flight.peak_bytes = batches, peak
+        batch.handed_out, flight.batches, flight.peak_bytes = True, batches, peak
         self.cut_by_bytes, self.taken, self._calling = cut, k + 1, False
         return k
 
@@ -243,12 +241,7 @@ class Window:
                 return Action(Do.ISSUE, self.issued)
             if self._inline and not self.staged and not self.ended:
                 return Action(Do.AWAIT_SOURCE, self.issued)
-        if self.issued == k:
-            return self._without_batch(k)
-        action = self._with_batch(k)
-        if action.do is Do.HAND_OUT and not self._out_fits(k):
-            return self._first_waiting() or action  # there is one: else batch k would not have been issued
-        return action
+        return self._without_batch(k) if self.issued == k else self._with_batch(k)
 
     def _without_batch(self, k: int) -> Action:
         """Batch k has not been issued."""
@@ -264,15 +257,16 @@ class Window:
 
     def _with_batch(self, k: int) -> Action:
         """Batch k is on its way; is the next one worth waiting for?"""
+        hand_out = Action(Do.HAND_OUT, k)
+        if not self._out_fits(k):
+            hand_out = self._first_waiting() or hand_out  # there is one: else batch k would not have been issued
         complete = self.issued == k + self.size or (self.ended and not self.staged)
         if complete or k == 0 or self._refusals or (self._flight.done >= k - 1 and self._flight.batches[k].landed):
-            return Action(Do.HAND_OUT, k)
+            return hand_out
         if not self.staged:
             return Action(Do.FENCE, k - 1) if self._fenced < k - 1 else Action(Do.AWAIT_STAGED, k)
         waiting = self._first_waiting()
-        if waiting is not None and self._fits(without_waiting=True):
-            return waiting
-        return Action(Do.HAND_OUT, k)
+        return waiting if waiting is not None and self._fits(without_waiting=True) else hand_out
 
     # ---- the rules
 

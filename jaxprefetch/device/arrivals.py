@@ -1,0 +1,62 @@
+"""What the staging side has delivered in this pass, by its number there, and the waiting for more.
+
+Synopsis:
+
+    arrivals = Arrivals(times)
+    arrivals.begin_pass(staging)
+    arrivals.wait(0)                     # whether batch 0 has come; False: it never will
+    staged = arrivals.items[0]
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from jaxprefetch.device.staged import Staging
+from jaxprefetch.device.times import LoopTimes
+
+logger = logging.getLogger("jaxprefetch")
+
+SAY_AFTER_SECONDS = 10.0
+"""A wait that has lasted so long is logged, once a wait."""
+
+
+class Arrivals:
+    """Used by one thread at a time.
+
+    Attributes:
+        items: staged batches, and last one item with an `error`.
+    """
+
+    def __init__(self, times: LoopTimes):
+        self.items: dict[int, Any] = {}
+        self._times = times
+        self._staging: Staging
+
+    def begin_pass(self, staging: Staging) -> None:
+        """Batches come from `staging` from now on."""
+        self._staging, self.items = staging, staging.items
+
+    def give_room(self, issued: int, landed: int) -> None:
+        """So many batches of this pass have been issued, and so many bytes of host memory are free again."""
+        self._staging.give_room(issued, landed)
+
+    def wait(self, number: int) -> bool:
+        """Waits for an item; False when it will never come, as when the interpreter exits."""
+        with self._times.waiting_for_source():
+            if not self._staging.wait(number, SAY_AFTER_SECONDS):
+                logger.warning(
+                    "jaxprefetch: next() has waited %.0f s for the source to make batch %d.", SAY_AFTER_SECONDS, number
+                )
+                self._staging.wait(number, None)
+        return number in self.items
+
+    def wait_briefly(self, number: int, seconds: float) -> bool:
+        """Waits for an item at most so long; False when it will never come."""
+        with self._times.waiting_for_source():
+            return not self._staging.wait(number, seconds) or number in self.items
+
+    def cancel(self) -> None:
+        """Nothing more is wanted of this pass."""
+        self._staging.cancel()
