@@ -262,6 +262,11 @@ class Stager:
                 leaf, leaf_plan = leaves[i], plan.leaves[i]
                 leaves[i] = slot.view(plan.offsets[i], leaf_plan.dtype, leaf_plan.shape)
                 pairs.append((zero_beyond(leaves[i], leaf.shape), leaf))
+            elif i in plan.by_shard:
+                start, rows = plan.by_shard[i]
+                region = slot.view(start, np.dtype(np.uint8), (rows.count, rows.stride))
+                pairs.append(rows.pair(region, padded(leaves[i], plan.leaves[i].shape)))
+                leaves[i] = rows.view(region)
         if (packing := plan.packing) is not None:
             buffer = slot.view(plan.offsets[len(leaves)], np.dtype(np.uint8), packing.shape)
             for position, part in enumerate(packing.parts):

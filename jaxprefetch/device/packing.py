@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxprefetch.device.context import STANDARD_DTYPES, Context, in_clean_thread
 from jaxprefetch.device.pinning import GPU_PLATFORMS
 from jaxprefetch.device.placement import Target, local_devices
-from jaxprefetch.device.shards import Split
+from jaxprefetch.device.shards import Split, in_device_memory
 
 PLATFORMS = GPU_PLATFORMS
 """Where packing pays. On a CPU a put is cheaper than the copies that it saves."""
@@ -160,7 +160,7 @@ def _group(leaf: Any) -> Any:
         return None
     if not 0 < max(leaf.cost.values()) <= LARGEST_BYTES:
         return None
-    if sharding.memory_kind not in (None, devices[0].default_memory().kind):
+    if not in_device_memory(sharding):
         return None
     if isinstance(sharding, NamedSharding):
         return sharding.mesh

@@ -20,11 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxprefetch.device.context import STANDARD_DTYPES, Context, Device
 from jaxprefetch.device.packing import Packing, find_packing
 from jaxprefetch.device.placement import Target, local_devices
+from jaxprefetch.device.shards import ShardRows, scatters
 from jaxprefetch.device.transfer import Transfer
 from jaxprefetch.errors import KEEP, add_note, deleted
 
@@ -54,6 +55,18 @@ class LeafPlan:
         """Whether the delivered array is made from host data."""
         return self.target is not None and not self.foreign
 
+    @property
+    def nbytes(self) -> int:
+        """Of this process's part."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def shard_rows(self) -> ShardRows | None:
+        """How it lies in host memory, if that is shard by shard."""
+        sharding = None if self.target is None else self.target.sharding
+        if isinstance(sharding, NamedSharding) and scatters(self.shape, sharding):
+            return ShardRows.of(self.shape, self.dtype, sharding, HOST_ALIGNMENT)
+        return None
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -64,7 +77,8 @@ class Plan:
     cost: Cost  # of what is put
     most: int  # bytes on the fullest device
     packing: Packing | None  # its buffer is the last parcel; the leaves in it have none
-    offsets: dict[int, int]  # where in host memory parcels are sent from
+    offsets: dict[int, int]  # where in host memory parcels are sent from that lie there in one piece
+    by_shard: dict[int, tuple[int, ShardRows]]  # and where those that lie there shard by shard
     host_bytes: int  # of these, with what lies between them
     foreign: tuple[int, ...]
     made: tuple[int, ...]  # made from host data
@@ -78,7 +92,9 @@ class Plan:
         packed = {part.leaf for part in packing.parts} if packing else set()
         alone = {i: leaf for i, leaf in enumerate(leaves) if leaf.target is not None and i not in packed}
         targets: dict[int, Target] = {i: leaf.target for i, leaf in alone.items() if leaf.target}
-        sizes = {i: math.prod(leaf.shape) * leaf.dtype.itemsize for i, leaf in alone.items() if leaf.made}
+        rows = {i: leaf.shard_rows() for i, leaf in alone.items() if leaf.made and leaf.from_array}
+        rows = {i: shards for i, shards in rows.items() if shards is not None}
+        sizes = {i: rows[i].nbytes if i in rows else leaf.nbytes for i, leaf in alone.items() if leaf.made}
         costs = [leaf.cost for leaf in alone.values()]
         if packing:
             targets[len(leaves)], sizes[len(leaves)] = packing.target, packing.nbytes
@@ -91,11 +107,12 @@ class Plan:
             cost=cost,
             most=max(cost.values(), default=0),
             packing=packing,
-            offsets=offsets,
+            offsets={i: start for i, start in offsets.items() if i not in rows},
+            by_shard={i: (offsets[i], shards) for i, shards in rows.items()},
             host_bytes=host_bytes,
             foreign=tuple(i for i, leaf in alone.items() if leaf.foreign),
             made=tuple(sizes),
-            transfer=_transfer(targets, sizes.keys(), context),
+            transfer=_transfer(targets, sizes.keys(), rows, context),
         )
 
     @property
@@ -156,10 +173,13 @@ def _laid_out(sizes: dict[int, int]) -> tuple[dict[int, int], int]:
     return offsets, end
 
 
-def _transfer(targets: dict[int, Target], made: Collection[int], context: Context) -> Transfer:
+def _transfer(
+    targets: dict[int, Target], made: Collection[int], rows: dict[int, ShardRows], context: Context
+) -> Transfer:
     placed = {i: target.sharding for i, target in targets.items() if target.committed}
     loose = tuple(i for i in made if i not in placed)
-    return Transfer(context, loose, tuple(placed), tuple(placed.values()))
+    devices = {i: shards.of_device for i, shards in rows.items()}
+    return Transfer(context, loose, tuple(placed), tuple(placed.values()), devices)
 
 
 def total(costs: Iterable[Cost]) -> Cost:
