@@ -14,6 +14,7 @@ from jaxprefetch.fetch import HostFetcher, fetch_to_host
 from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
+from jaxprefetch.queue import DeviceQueue
 from jaxprefetch.samples import batched
 from jaxprefetch.sampling import CacheBatches
 from jaxprefetch.statistics import PrefetchStatistics
@@ -22,6 +23,7 @@ __all__ = [
     "CacheBatches",
     "DeviceCache",
     "DevicePrefetcher",
+    "DeviceQueue",
     "HostFetcher",
     "PrefetchStatistics",
     "WritesBatches",

@@ -89,12 +89,12 @@ class Stager:
         self._policy = LastBatch(options.last_batch)
         self._structures: Recent[Any, Structure] = Recent()  # by treedef
         self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
-        self._shapes = Shapes(options.last_batch)
+        self.shapes = Shapes(options.last_batch)  # compares each batch with the first
 
     @property
     def element_spec(self) -> Any:
         """Of the first batch; None before it."""
-        return None if self._shapes.first is None else self._shapes.first.element_spec
+        return None if self.shapes.first is None else self.shapes.first.element_spec
 
     def close(self) -> None:
         """Gives up the host memory that is free; the rest goes when its batches do."""
@@ -164,7 +164,7 @@ class Stager:
                     reserve(-offer.plan.host_bytes)
                 return None
         plan, order = layout.plan(leaves, deliver=deliver, number=number, context=self._placement.context)
-        self._shapes.compare(plan, number)
+        self.shapes.compare(plan, number)
         if offer is None or offer.plan is None:
             reserve(plan.host_bytes)
             return self._own(plan, order, leaves, rows, number)
@@ -190,7 +190,7 @@ class Stager:
         return self._structures.get(treedef, lambda: self._new_structure(raw, treedef, number))
 
     def _new_structure(self, raw: Any, treedef: Any, number: int) -> Structure:
-        if self._shapes.first is None:
+        if self.shapes.first is None:
             check_names(self._names, leaf_paths(raw, with_none=True), number)
         paths = leaf_paths(raw)
         return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._names))

@@ -1,0 +1,269 @@
+"""`DeviceQueue`: batches from any number of threads, on their devices when any number of others take them.
+
+Synopsis:
+
+    queue = DeviceQueue(4, sharding=sharding, max_bytes="2GiB")
+    queue.put(trajectory)                # actors, each on its own thread
+    for batch in queue:                  # the learner, until close()
+        state, metrics = train_step(state, batch)
+
+It has the engine of `prefetch_to_device`: the same staging, on the threads that put, and the same window, which the
+threads that get keep filled.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from queue import Empty, Full
+from threading import Thread, current_thread
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from jaxprefetch.arguments import integer, parse_bytes
+from jaxprefetch.device.completion import memory_in_compute_order
+from jaxprefetch.device.feed import Feed
+from jaxprefetch.device.handout import HandOut
+from jaxprefetch.device.kept import KeptBatches
+from jaxprefetch.device.placement import Placement
+from jaxprefetch.device.plan import Plan
+from jaxprefetch.device.window import Window
+from jaxprefetch.host.batching import Mode
+from jaxprefetch.host.inbox import Closed, Inbox
+from jaxprefetch.host.memory import default_host_bytes
+from jaxprefetch.layout import StagingOptions
+from jaxprefetch.shapes import Shapes
+from jaxprefetch.staging import Staged, Stager, stager
+from jaxprefetch.turn import Turn
+
+T = TypeVar("T")
+_NOTHING = object()
+
+
+class DeviceQueue(Generic[T]):
+    """A bounded queue of batches, in host memory first and then on their devices, in the order in which they came.
+
+    A batch that is put is copied on the producer's thread into (pinned) host memory, so the producer may use its arrays
+    again. A thread that gets puts the batches after its own on the devices before it returns, so that their copies hide
+    behind its step, as with `prefetch_to_device`.
+
+    Args:
+        size: batches that were put and not taken; at this bound `put` waits. On the devices there are besides the
+            batches of the consumers: one for each thread that takes batches, until it takes the next.
+        sharding: as for `prefetch_to_device`, resolved now.
+        max_bytes: the most bytes of batches on any one device, those of the consumers included. A batch for each of
+            them and one more must fit.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be.
+
+    Thread safety: any method, any thread.
+    """
+
+    def __init__(self, size: int, *, sharding: Any = None, max_bytes: int | str | None = None):
+        size, self._max_bytes = integer("size", size, 1), parse_bytes("max_bytes", max_bytes)
+        self._placement = Placement(sharding)
+        released_by = "landing" if memory_in_compute_order(self._placement.devices) else "fence"
+        window = Window(size, max_bytes=self._max_bytes, released_by=released_by)
+        self._inbox = Inbox(size, lambda: window.taken)
+        self._turn = Turn()  # of the threads that get; it guards all that follows but the stagers
+        self._feed = Feed(window, HandOut(None, self._placement.context))
+        self._feed.kept = _ConsumersBatches(bound=0)
+        self._feed.begin_pass(self._inbox)
+        self._held: dict[Thread, weakref.ref[Any]] = {}  # the batch that each consumer took last
+        self._undelivered: deque[Any] = deque()  # taken, and kept from the caller by a Ctrl-C
+        self._stagers: deque[Stager] = deque()  # those that nobody uses now; append and pop are atomic
+        self._alike = _Alike("error")
+
+    def put(self, batch: T, timeout: float | None = None) -> None:
+        """Leaves a batch behind those that were put before.
+
+        Args:
+            batch: a pytree with the structure, shapes and dtypes of the first one; leaves as for `prefetch_to_device`.
+            timeout: seconds to wait for room at most; 0 does not wait, `None` waits for as long as it takes.
+
+        Blocking: for room, that is for consumers, until `timeout` or `close()`; then while the batch is copied.
+
+        Raises:
+            queue.Full: there was no room within `timeout`.
+            ValueError: the queue was closed, or has failed; or the batch is not like the others, or does not go where
+                it should. Nothing has changed then.
+            TypeError, OverflowError: a leaf cannot go to a device; nothing has changed.
+        """
+        try:
+            if not self._inbox.reserve(timeout):
+                raise Full(f"put: the queue had no room within {timeout:g} s. Take batches faster, or wait longer.")
+            try:
+                self._inbox.leave(self._staged(batch))
+            except BaseException:
+                self._inbox.withdraw()
+                raise
+        except Closed:
+            why = "is closed" if self._feed.error is None else f"has failed, and get() raises {self._feed.error!r}"
+            raise ValueError(f"put: this queue {why}. Make a new one.") from None
+
+    def get(self, timeout: float | None = None) -> T:
+        """The oldest batch, on its devices.
+
+        Args:
+            timeout: seconds to wait for a batch at most; 0 does not wait, `None` waits for as long as it takes. Waits
+                for the devices are not cut short by it.
+
+        Blocking: for producers and for other consumers, until `timeout` or `close()`; for room on the devices, and
+            until the batch that was taken before this one has landed. A Ctrl-C loses nothing.
+
+        Raises:
+            queue.Empty: there was no batch within `timeout`.
+            EOFError: the queue is closed, and all batches have been taken.
+            ValueError: so many consumers hold a batch that `max_bytes` leaves no room for another; nothing has changed.
+            Exception: what putting a batch on its devices has raised; again at every later call.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        batch: Any = _NOTHING
+        try:
+            while batch is _NOTHING:
+                if not (self._undelivered or self._inbox.wait_for_item(_left(deadline))):
+                    raise Empty(f"get: no batch came within {timeout:g} s.")
+                with self._turn.taken(_left(deadline)) as mine:
+                    if not mine:
+                        raise Empty(f"get: other threads were first, and no batch was left within {timeout:g} s.")
+                    if self._undelivered or self._feed.has_next:  # else another thread has taken it
+                        batch = self._take()
+            return batch
+        except BaseException:
+            if batch is not _NOTHING:
+                self._undelivered.append(batch)
+            raise
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        """As `get()`; the end is that of an iterator."""
+        try:
+            return self.get()
+        except EOFError:
+            raise StopIteration from None
+
+    def __len__(self) -> int:
+        """Batches that were put and not taken."""
+        return len(self._inbox)
+
+    def __enter__(self) -> DeviceQueue[T]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+        self.clear()
+        for own in list(self._stagers):
+            own.close()
+
+    def close(self) -> None:
+        """The end: nothing can be put any more, and waiting producers are refused; what is here can still be taken."""
+        self._inbox.close()
+
+    def clear(self) -> None:
+        """Drops all batches that were put and not taken, so that waiting producers have room; never ends the queue.
+
+        Blocking: until copies that have begun are done; the batches of consumers stay.
+        """
+        feed = self._feed
+        with self._turn.taken():
+            for staged in self._inbox.start_over(feed.window.issued):
+                staged.slot.free()
+            self._undelivered.clear()
+            if feed.error is None:
+                feed.window.fail()  # what is staged is not issued any more
+                self._drain()
+                feed.begin_pass(self._inbox)
+            self._inbox.changed()
+
+    # ---- producers
+
+    def _staged(self, batch: T) -> Staged:
+        try:
+            own = self._stagers.pop()
+        except IndexError:  # all are at work
+            own = stager(self._placement, StagingOptions(), default_host_bytes())
+            own.shapes = self._alike
+        try:
+            staged = own.stage(batch, self._inbox.count, lambda nbytes: None)
+        finally:
+            self._stagers.append(own)
+        assert staged is not None  # that is for short last batches that are dropped
+        return staged
+
+    # ---- consumers, in turn
+
+    def _take(self) -> Any:
+        if self._undelivered:
+            return self._undelivered.popleft()
+        self._leave_room_for_consumers()
+        try:
+            batch = self._feed.next()
+        except StopIteration:
+            raise EOFError("get: this queue is closed, and all of its batches have been taken.") from None
+        finally:
+            self._inbox.changed()
+        if self._max_bytes is not None:
+            arrays = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array)]
+            if arrays:
+                self._held[current_thread()] = weakref.ref(max(arrays, key=lambda array: array.nbytes))
+        return batch
+
+    def _leave_room_for_consumers(self) -> None:
+        """The window counts one batch that is with a consumer; those of other consumers come off its limit."""
+        if self._max_bytes is None:
+            return
+        self._held = {thread: held for thread, held in self._held.items() if thread.is_alive() and held() is not None}
+        beyond, largest = max(len(self._held) - 1, 0), self._feed.largest
+        need = (beyond + 2) * largest  # all batches have the same size
+        if beyond and need > self._max_bytes:
+            raise ValueError(
+                f"get: {beyond + 1} threads hold a batch of {largest:,} bytes on a device, with one more that is "
+                f"{need:,}; max_bytes is {self._max_bytes:,}. Raise it, or take batches on fewer threads."
+            )
+        self._feed.window.max_bytes = self._max_bytes - beyond * largest
+
+    def _drain(self) -> None:
+        try:
+            while True:
+                self._feed.next()
+        except StopIteration:
+            pass
+
+
+class _Alike(Shapes):
+    """Batches of a queue have to be like the first one."""
+
+    def __init__(self, last_batch: Mode):
+        super().__init__(last_batch)
+        self._first: dict[str, Plan] = {}  # under "plan"; written with setdefault, which is atomic
+
+    def compare(self, plan: Plan, number: int) -> None:
+        """Refuses one that is not.
+
+        Raises:
+            ValueError: names the leaf.
+        """
+        self.first = self._first.setdefault("plan", plan)
+        if (difference := plan.difference(self.first)) is not None:
+            raise ValueError(
+                f"Batch {number}: {difference}, against the first batch of this queue. All of them have the same "
+                "structure, shapes and dtypes, for which a step is compiled once: pad them, or make another queue."
+            )
+
+
+class _ConsumersBatches(KeptBatches):
+    """In place of the count of batches that a loop keeps: here each consumer has one, which is counted elsewhere."""
+
+    def add(self, number: int, largest: jax.Array, first: int) -> None:
+        """Nothing to count."""
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
