@@ -31,8 +31,9 @@ class PrefetchStatistics:
         in_flight: issued and not released, now.
         peak_in_flight: the most there ever were, to compare with `bound`.
         bound: the most there can be: `size` with `delete_used`, `size + 1` without (or with arrays of the source's).
-        bytes_in_flight: charged on the fullest device now; `peak_bytes_in_flight`: the most there ever were.
-        bytes_bound: `max_bytes`, else `bound` times the largest batch so far.
+        bytes_in_flight: charged on the fullest device now, what was put and what hand-outs have made of it;
+            `peak_bytes_in_flight`: the most there ever were.
+        bytes_bound: `max_bytes`, else `bound` times the largest batch so far, as handed out.
         kept_by_consumer: batches handed out, followed by another and still referred to: outside of the bound.
         source_wait_s: what `next()` waited for the source; `room_wait_s`: for room or a landing on the devices.
         reader_pull_s: what the source took; `reader_stage_s`: what staging took; `reader_room_wait_s`: what the

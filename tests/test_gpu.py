@@ -7,6 +7,7 @@ import mmap
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -168,3 +169,51 @@ def test_a_batch_that_does_not_fit_the_device_is_an_error_with_the_figures():
     ):
         next(batches)
     assert any("needs" in note and "bytes on a device" in note for note in caught.value.__notes__)
+
+
+def bits(seed: int) -> dict[str, np.ndarray]:
+    """Small leaves of many types with any bits in them, NaNs of every kind among them."""
+    rng = np.random.default_rng(seed)
+    names = ["bool", "int8", "uint16", "int32", "uint32", "float16", "float32", "complex64"]
+    names += ["bfloat16", "float8_e4m3fn", "float8_e5m2"]
+    out = {}
+    for name in names:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        high = 2 if name == "bool" else 256
+        out[name] = rng.integers(0, high, 240 * dtype.itemsize, np.uint8).view(dtype).reshape(8, 30)
+    return out
+
+
+@pytest.mark.parametrize("sharding", [None, "all devices"])
+@pytest.mark.parametrize("dispose", ["keeps", "deletes", "delete_used"])
+def test_packed_leaves_arrive_bit_by_bit(sharding, dispose):
+    """Over 50 batches small leaves of all types, packed, and a large one beside them are what the source yielded."""
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("data",))
+    target = None if sharding is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    source = ({**bits(i), "large": np.full((64, 1 << 14), i, np.float32)} for i in range(50))
+    with prefetch_to_device(source, sharding=target, delete_used=dispose == "delete_used") as batches:
+        for i, batch in enumerate(batches):
+            if i == 0:
+                assert batches._feed._issued[0].plan.packing is not None
+            for name, leaf in bits(i).items():
+                assert np.asarray(batch[name]).tobytes() == leaf.tobytes(), (i, name)
+            assert float(batch["large"].min()) == float(batch["large"].max()) == i
+            if dispose == "deletes":
+                jax.tree.map(lambda leaf: leaf.delete(), batch)
+    assert i == 49
+
+
+@pytest.mark.parametrize("dispose", ["keeps", "deletes", "delete_used"])
+def test_on_device_sees_every_batch(dispose):
+    """Over 50 batches uint8 crosses the link and bfloat16 feeds the step, with the right values, within the cap."""
+    raw = [np.random.default_rng(i).integers(0, 256, (256, 1 << 14), np.uint8) for i in range(4)]
+    n = raw[0].nbytes
+    options = {"on_device": lambda batch: batch.astype(jnp.bfloat16), "delete_used": dispose == "delete_used"}
+    wanted = [leaf.astype(ml_dtypes.bfloat16) for leaf in raw]
+    with prefetch_to_device((raw[i % 4] for i in range(50)), max_bytes=8 * n, **options) as batches:
+        for i, batch in enumerate(batches):
+            np.testing.assert_array_equal(np.asarray(batch), wanted[i % 4])
+            if dispose == "deletes":
+                batch.delete()
+        assert batches.statistics().peak_bytes_in_flight <= 8 * n
+    assert i == 49

@@ -32,3 +32,21 @@ def test_the_public_way_delivers_the_same(spec: PartitionSpec | None, batched: b
             np.testing.assert_array_equal(np.asarray(batch), raw)
             first = first or (batch.sharding, batch.committed, batch.dtype, batch.weak_type)
             assert first == (batch.sharding, batch.committed, batch.dtype, batch.weak_type)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("batched", [True, False])
+def test_numbers_of_python_stay_weak_in_every_batch(batched: bool, split: bool, monkeypatch) -> None:
+    """All batches have the value, dtype and weak type that jax.device_put gives; what is too large becomes infinite."""
+    if not batched:
+        monkeypatch.setattr(transfer, "_batched_put", None)
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), PartitionSpec()) if split else None
+    source = [(i, i + 0.5, bool(i % 2), 1j * i, 1e300 * i) for i in range(5)]
+    with prefetch_to_device(source, sharding=sharding) as batches:
+        for batch, numbers in zip(batches, source, strict=True):
+            for out, number in zip(batch, numbers, strict=True):
+                with np.errstate(all="ignore"):
+                    wanted = jax.device_put(number, sharding)
+                assert out.aval == wanted.aval
+                assert (out.committed, out.sharding) == (wanted.committed, wanted.sharding)
+                assert np.asarray(out) == np.asarray(wanted)

@@ -57,7 +57,10 @@ class _Template:
         indices = None if array.sharding.is_fully_replicated else tuple(where.values())
         return cls(array.aval, array.sharding, list(where), indices, array.committed)
 
-    def put(self, leaf: np.ndarray, batched_put: Callable[..., jax.Array]) -> jax.Array:
+    def put(self, leaf: Any, batched_put: Callable[..., jax.Array]) -> jax.Array:
+        if not isinstance(leaf, np.ndarray):  # a number of Python's
+            with np.errstate(all="ignore"):
+                leaf = np.asarray(leaf, self.aval.dtype)
         shards = [leaf] * len(self.devices) if self.indices is None else [leaf[index] for index in self.indices]
         return batched_put(self.aval, self.sharding, shards, self.devices, self.committed)
 
@@ -91,7 +94,7 @@ class Transfer:
 
         Blocking: only for the allocation of device memory; the copies are queued.
         """
-        with self._context.entered(), np.errstate(all="ignore"):  # numbers that are too large become infinite
+        with self._context.entered():
             if self._templates is not None and _batched_put is not None:
                 return self._put_fast(leaves, self._templates, *_batched_put)
             out = self._put_public(leaves, self._loose, self._placed, self._shardings)
@@ -100,8 +103,8 @@ class Transfer:
             return out
 
     def _prepare(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
-        """Templates for what is made from NumPy arrays; the rest goes the public way always."""
-        made = [i for i in (*self._loose, *self._placed) if isinstance(leaves[i], np.ndarray)]
+        """Templates for what is made from host data; arrays of the source's go the public way always."""
+        made = [i for i in (*self._loose, *self._placed) if not isinstance(leaves[i], jax.Array)]
         placed = {i: s for i, s in zip(self._placed, self._shardings, strict=True) if i not in made}
         self._templates = {i: _Template.of(arrays[i], self._rows.get(i)) for i in made}
         self._rest = [i for i in self._loose if i not in made], tuple(placed), tuple(placed.values())
@@ -114,6 +117,7 @@ class Transfer:
                 out[i] = template.put(out[i], put)
         return out
 
+    @np.errstate(all="ignore")  # numbers that are too large become infinite
     def _put_public(
         self, leaves: Sequence[Any], loose: Sequence[int], placed: Sequence[int], shardings: Sequence[Sharding]
     ) -> list[Any]:
