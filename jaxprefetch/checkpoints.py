@@ -76,6 +76,7 @@ class Checkpoints:
             options=orbax.CheckpointManagerOptions(
                 preservation_policy=policies.AnyPreservationPolicy(keep),
                 best_fn=score,  # has Orbax write the metrics
+                cleanup_tmp_directories=True,  # left by a process that was killed while it saved
             ),
         )
 
@@ -182,22 +183,27 @@ def _is_module(node: Any) -> bool:
 
 
 def _arrays(state: Any) -> Any:
-    """The state with NNX's objects replaced by theirs."""
+    """The state as Orbax takes it: NNX's objects replaced by theirs, a bare leaf in a dict."""
 
     def plain(node: Any) -> Any:
         return sys.modules["flax.nnx"].state(node) if _is_module(node) else node
 
-    return jax.tree.map(plain, state, is_leaf=_is_module)
+    arrays = jax.tree.map(plain, state, is_leaf=_is_module)
+    return {"state": arrays} if _is_bare(arrays) else arrays
 
 
 def _filled(state: S, arrays: Any) -> S:
     """The state with other arrays; NNX's objects are updated themselves."""
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_module)
-    parts = treedef.flatten_up_to(arrays)
+    parts = [arrays["state"]] if _is_bare(state) else treedef.flatten_up_to(arrays)
     for node, part in zip(nodes, parts, strict=True):
         if _is_module(node):
             sys.modules["flax.nnx"].update(node, part)
     return treedef.unflatten([n if _is_module(n) else p for n, p in zip(nodes, parts, strict=True)])
+
+
+def _is_bare(state: Any) -> bool:
+    return not _is_module(state) and jax.tree_util.treedef_is_leaf(jax.tree.structure(state))
 
 
 def _like(given: Any, restored: Any) -> Any:
@@ -207,13 +213,16 @@ def _like(given: Any, restored: Any) -> Any:
     """
     if isinstance(given, (bool, int, float, complex)):
         return type(given)(restored)
-    if not isinstance(given, jax.Array) or (given.committed and not given.weak_type):
+    if not isinstance(given, jax.Array):
+        return restored
+    weak = getattr(given, "weak_type", False)  # keys have none
+    if given.committed and not weak:
         return restored
     if jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
         data = jnp.asarray(np.asarray(jax.random.key_data(restored)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(restored))
     values = np.asarray(restored)
-    return given.at[...].set(values) if given.weak_type else jnp.asarray(values)
+    return given.at[...].set(values) if weak else jnp.asarray(values)
 
 
 # ---- the input's state, of each process
