@@ -269,9 +269,9 @@ class Stager:
                 leaves[i] = rows.view(region)
         if (packing := plan.packing) is not None:
             buffer = slot.view(plan.offsets[len(leaves)], np.dtype(np.uint8), packing.shape)
-            for position, part in enumerate(packing.parts):
-                leaf = padded(leaves[part.leaf], plan.leaves[part.leaf].shape)
-                pairs.append(packing.pair(buffer, position, leaf))
+            packed = [padded(leaves[part.leaf], plan.leaves[part.leaf].shape) for part in packing.parts]
+            pairs += packing.fill(buffer, packed)
+            for part in packing.parts:
                 leaves[part.leaf] = None
             leaves.append(buffer)
         self._copier.copy(pairs)

@@ -164,7 +164,7 @@ def test_leaves_may_be_sharded_differently_on_one_mesh(spec: P, packed: list[int
 
 def test_others_travel_beside_the_buffer(packed: list[int]) -> None:
     """Large, empty, foreign and kept leaves, Python numbers and leaves on other devices are not packed, and arrive."""
-    large, foreign = np.arange(1 << 15, dtype=np.float32), jax.device_put(np.arange(5, dtype=np.int8))
+    large, foreign = np.arange(packing.LARGEST_BYTES, dtype=np.int16), jax.device_put(np.arange(5, dtype=np.int8))
     others = {"large": large, "empty": np.zeros((0, 2), np.int8), "foreign": foreign, "name": "a", "number": 3}
     batch = LEAVES | others | {"there": np.ones(3, np.float16)}
     sharding = {name: jax.devices()[4] if name == "there" else None for name in batch}
@@ -295,3 +295,14 @@ def test_kept_batches_are_counted() -> None:
         assert batches.statistics().kept_by_consumer == 9
         del kept
         assert batches.statistics().kept_by_consumer == 0
+
+
+def test_the_smallest_leaves_share_a_buffer_up_to_its_limit(packed, monkeypatch) -> None:
+    """Where small leaves are too many for one buffer, the largest of them travel alone, and all arrive."""
+    monkeypatch.setattr(packing, "MOST_BYTES", 4000)
+    batch = {f"x{n:04d}": np.arange(n, dtype=np.float32) for n in (100, 900, 200, 300, 800)}
+    with prefetch_to_device([batch] * 3) as batches:
+        for out in batches:
+            for name, leaf in batch.items():
+                np.testing.assert_array_equal(out[name], leaf)
+    assert packed == [3] * 3  # the buffer with 100, 200 and 300, and the other two

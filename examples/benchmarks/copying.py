@@ -84,7 +84,8 @@ def copies(nbytes: int, threads: list[int]) -> list[dict]:
     all_threads.copy(zip(outs, sources, strict=True))
     pairs, rows = itertools.cycle(zip(outs, sources, strict=True)), []
     for n, chunk_mib in itertools.product(threads, (1, 2, 4, 16)):
-        copying.CHUNK_BYTES, copier = chunk_mib * MIB, copying.Copier(n)
+        copying.LEAST_CHUNK_BYTES = copying.MOST_CHUNK_BYTES = chunk_mib * MIB
+        copier = copying.Copier(n)
         rate = best(lambda copier=copier: copier.copy([next(pairs)]), nbytes)
         rows.append({"MiB": nbytes / MIB, "threads": n, "chunk_MiB": chunk_mib, "GiB_s": rate})
     return rows
@@ -92,7 +93,7 @@ def copies(nbytes: int, threads: list[int]) -> list[dict]:
 
 def small(kib: int, threads: int) -> dict:
     """Microseconds of one copy of a small array, with the threshold for several threads taken away."""
-    copying.PARALLEL_BYTES, copying.CHUNK_BYTES = 0, max(kib * 1024 // threads, 1)
+    copying.PARALLEL_BYTES, copying.LEAST_CHUNK_BYTES = 0, max(kib * 1024 // threads, 1)
     copier, leaf = copying.Copier(threads), np.ones(kib * 1024, np.uint8)
     out = np.empty_like(leaf)
     rate = best(lambda: copier.copy([(out, leaf)]), leaf.nbytes)

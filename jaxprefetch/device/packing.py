@@ -3,7 +3,7 @@
 Synopsis:
 
     packing = find_packing(leaf_plans, known=set())  # None where it does not pay
-    np.copyto(*packing.pair(buffer, i, leaf))        # on the host: the i-th leaf goes into the buffer
+    rest = packing.fill(buffer, leaves)              # on the host; what is not copied here is copied as any leaf
     arrays = packing.unpack(buffer)                  # traceable, once the buffer is on its devices
 
 A put costs the host about as much for 64 bytes as for 64 kilobytes. Each device gets one row of the buffer, with its
@@ -13,6 +13,7 @@ shards of all packed leaves.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +31,14 @@ from jaxprefetch.device.shards import Split, in_device_memory
 PLATFORMS = GPU_PLATFORMS
 """Where packing pays. On a CPU a put is cheaper than the copies that it saves."""
 
-LARGEST_BYTES = 64 << 10
+LARGEST_BYTES = 1 << 20
 """Leaves with more bytes than this on a device travel alone."""
+
+MOST_BYTES = 32 << 20
+"""Of the leaves that travel together: on a device the batch in the loop's hands is there twice, packed and unpacked."""
+
+HELD_BYTES = 64 << 10
+"""Smaller leaves are copied without letting go of the GIL, which the loop's thread would take after each."""
 
 FEWEST_LEAVES = 3
 """Fewer are not worth the call that takes them apart."""
@@ -77,6 +84,19 @@ class Packing:
         """Bytes of the buffer on each device."""
         return dict.fromkeys(local_devices(self.target.sharding), self.shape[-1])
 
+    def fill(self, buffer: np.ndarray, leaves: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Copies small leaves into the buffer; returns what is left to copy: where to, and what."""
+        rest, raw = [], buffer.data if len(self.shape) == 1 else None
+        for position, (part, leaf) in enumerate(zip(self.parts, leaves, strict=True)):
+            if raw is not None and leaf.nbytes <= HELD_BYTES and leaf.dtype == part.dtype:
+                try:
+                    raw[part.offset : part.end] = leaf.data.cast("B")
+                    continue
+                except (TypeError, ValueError):  # not contiguous, or of a type that buffers do not know
+                    pass
+            rest.append(self.pair(buffer, position, leaf))
+        return rest
+
     def pair(self, buffer: np.ndarray, position: int, leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where the leaf at this position goes in the buffer, and the leaf in the form in which it is copied there."""
         part = self.parts[position]
@@ -118,7 +138,7 @@ def find_packing(leaves: Sequence[Any], known: set[Packing]) -> Packing | None:
             return None
         if (group := _group(leaf)) is not None:
             groups.setdefault(group, []).append(i)
-    members = max(groups.values(), key=len, default=[])
+    members = _smallest(leaves, max(groups.values(), key=len, default=[]))
     if len(members) < FEWEST_LEAVES:
         return None
     packing = _pack(leaves, members)
@@ -127,6 +147,13 @@ def find_packing(leaves: Sequence[Any], known: set[Packing]) -> Packing | None:
             return None
         known.add(packing)
     return packing
+
+
+def _smallest(leaves: Sequence[Any], members: list[int]) -> list[int]:
+    """As many of them, the smallest, as have `MOST_BYTES` together."""
+    by_size = sorted(members, key=lambda i: max(leaves[i].cost.values()))
+    ends = itertools.accumulate(max(leaves[i].cost.values()) for i in by_size)
+    return sorted(i for i, end in zip(by_size, ends, strict=True) if end <= MOST_BYTES)
 
 
 @functools.lru_cache(maxsize=64)

@@ -21,12 +21,16 @@ import numpy as np
 
 from jaxprefetch.host.memory import usable_cores
 
-# Measured by examples/benchmarks/copying.py. On 16 cores one thread copies 7 to 11 GiB/s, 8 threads 32, 16 threads 44; at
-# 16 MiB 8 threads copy 35 in pieces of 2 MiB and 24 in pieces of 1 or 4; waking one takes about 60 us.
+# Measured by examples/benchmarks/copying.py: on 16 cores one thread copies 7 to 11 GiB/s, 8 threads 32, 16 threads 44;
+# at 16 MiB 8 threads copy 35 in one piece each and 24 in pieces of half or twice that; waking one takes about 60 us.
 MOST_THREADS = 16
-CHUNK_BYTES = 2 << 20
+LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 1 << 20, 2 << 20
 PARALLEL_BYTES = 4 << 20
 """What is smaller is copied on the calling thread."""
+
+HELD_BYTES = 64 << 10
+"""Smaller arrays are copied without letting go of the GIL, which NumPy does from 500 values on: the loop's thread would
+take it each time, and each time give it back only after a while."""
 
 T = TypeVar("T")
 Task = Callable[[], object]
@@ -56,10 +60,12 @@ class Copier:
     def copy(self, pairs: Iterable[Pair]) -> None:
         """Copies each second array into the first, converted where the dtypes differ. Blocking: until it is done."""
         pairs = list(pairs)
-        if self._pool is None or sum(out.nbytes for out, _ in pairs) < PARALLEL_BYTES:
-            _copy_all(deque(pairs))
+        nbytes = sum(out.nbytes for out, _ in pairs)
+        if self._pool is None or nbytes < PARALLEL_BYTES:
+            _copy_all(deque([pairs]))
         else:
-            self._share(self._pool, deque(chunk for pair in pairs for chunk in _chunks(*pair)), _copy_all)
+            chunk = min(max(nbytes // self.threads, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
+            self._share(self._pool, deque(_portions(pairs, chunk)), _copy_all)
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Runs tasks that release the GIL, in any order. Blocking: until all are done; raises what one has raised."""
@@ -82,14 +88,25 @@ class Copier:
             helper.result()
 
 
-def _copy_all(work: deque[Pair]) -> None:
+def _copy_all(work: deque[Sequence[Pair]]) -> None:
     with np.errstate(all="ignore"):  # a float64 that becomes an infinite float32 does so in jax.device_put, too
         while work:
             try:
-                out, leaf = work.popleft()
+                pairs = work.popleft()
             except IndexError:  # another thread was quicker
                 return
-            np.copyto(out, leaf, casting="unsafe")
+            for out, leaf in pairs:
+                _copy_one(out, leaf)
+
+
+def _copy_one(out: np.ndarray, leaf: np.ndarray) -> None:
+    if out.nbytes <= HELD_BYTES and out.dtype == leaf.dtype:
+        try:
+            out.data.cast("B")[:] = leaf.data.cast("B")
+            return
+        except (TypeError, ValueError):  # not contiguous, empty, or of a type that buffers do not know
+            pass
+    np.copyto(out, leaf, casting="unsafe")
 
 
 def _run_all(work: deque[Task]) -> None:
@@ -101,9 +118,24 @@ def _run_all(work: deque[Task]) -> None:
         task()
 
 
-def _chunks(out: np.ndarray, leaf: np.ndarray) -> list[Pair]:
+def _portions(pairs: Iterable[Pair], chunk: int) -> Iterable[list[Pair]]:
+    """The same copies in portions of about so many bytes."""
+    portion: list[Pair] = []
+    nbytes = 0
+    for pair in pairs:
+        for piece in _chunks(*pair, chunk):
+            portion.append(piece)
+            nbytes += piece[0].nbytes
+            if nbytes >= chunk:
+                yield portion
+                portion, nbytes = [], 0
+    if portion:
+        yield portion
+
+
+def _chunks(out: np.ndarray, leaf: np.ndarray, chunk: int) -> list[Pair]:
     """The same copy in pieces, along the flat array where both are contiguous, else along the longest axis."""
-    pieces = -(-out.nbytes // CHUNK_BYTES)
+    pieces = -(-out.nbytes // chunk)
     if pieces < 2:
         return [(out, leaf)]
     if out.flags.c_contiguous and leaf.flags.c_contiguous:
