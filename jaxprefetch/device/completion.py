@@ -3,7 +3,7 @@
 Synopsis:
 
     fence = completion.dispatch_fence(devices)        # after the step
-    fence.block_until_ready()                         # the step is over
+    jax.block_until_ready(fence)                      # the step is over
 
 A fence is a tiny compiled op on this process's devices. It reads a small resident array, never a batch: an input still
 in transfer would make the compute stream wait for the copy. Its result belongs to us alone, so it may be polled;
@@ -33,25 +33,31 @@ def memory_in_compute_order(devices: Sequence[Device]) -> bool:
     return bool(devices) and all(device.platform in ("gpu", "cuda", "rocm") for device in devices)
 
 
-def dispatch_fence(devices: Sequence[Device]) -> jax.Array | None:
-    """Dispatches a fence behind all that was enqueued on `devices` so far; None where there are no devices."""
-    if not devices:
-        return None
-    run = _compiled_fence(tuple(devices))
+def dispatch_fence(devices: Sequence[Device]) -> list[jax.Array]:
+    """Dispatches a fence behind all that was enqueued on `devices` so far: an array for each platform among them."""
+    runs = [_compiled_fence(group) for group in _by_platform(devices)]
     with compiled_as_ever():
-        return run()
+        return [run() for run in runs]
 
 
 def prepare_fence(devices: Sequence[Device]) -> None:
     """Compiles the fence ahead, so that the first one costs no more than the rest."""
-    _compiled_fence(tuple(devices))
+    for group in _by_platform(devices):
+        _compiled_fence(group)
 
 
-def put_marker(devices: Sequence[Device]) -> jax.Array | None:
+def put_marker(devices: Sequence[Device]) -> list[jax.Array]:
     """Puts a few bytes on every device: once they have landed, so have the copies queued before."""
-    if not devices:
-        return None
-    return jax.device_put(np.zeros(MARKER_BYTES, np.uint8), _sharding(tuple(devices), PartitionSpec()))
+    groups = [_sharding(group, PartitionSpec()) for group in _by_platform(devices)]
+    return [jax.device_put(np.zeros(MARKER_BYTES, np.uint8), sharding) for sharding in groups]
+
+
+def _by_platform(devices: Sequence[Device]) -> list[tuple[Device, ...]]:
+    """One computation runs on devices of one platform; a source can have arrays of its own on others."""
+    groups: dict[str, list[Device]] = {}
+    for device in devices:
+        groups.setdefault(device.platform, []).append(device)
+    return [tuple(group) for group in groups.values()]
 
 
 def have_landed(arrays: Sequence[Any]) -> bool:

@@ -11,7 +11,6 @@ Synopsis:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -23,7 +22,7 @@ class Fences:
     """Used by one thread at a time. Fences finish in the order of their steps."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Any] = {}  # in order; None where there are no devices
+        self._open: dict[int, list[jax.Array]] = {}  # in order
 
     def dispatch(self, step: int, devices: Sequence[Device]) -> None:
         """One behind all that was enqueued on these devices so far."""
@@ -37,10 +36,7 @@ class Fences:
 
     def is_done(self, step: int) -> bool:
         """Whether there is a fence of this step, and it is done."""
-        if step not in self._open:
-            return False
-        fence = self._open[step]
-        return fence is None or fence.is_ready()
+        return step in self._open and all(fence.is_ready() for fence in self._open[step])
 
     def forget(self, step: int) -> None:
         """This one is done, and so are those before it."""
