@@ -9,18 +9,23 @@ Synopsis:
             state, metrics = train_step(state, batch)
 """
 
-from jaxprefetch.cache import DeviceCache
-from jaxprefetch.checkpoints import Checkpoints
-from jaxprefetch.evaluation import evaluate
-from jaxprefetch.fetch import HostFetcher, fetch_to_host
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jaxprefetch.host.source import WritesBatches
-from jaxprefetch.loop import TrainSummary, train_loop
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
-from jaxprefetch.queue import DeviceQueue
-from jaxprefetch.samples import batched
-from jaxprefetch.sampling import CacheBatches
 from jaxprefetch.statistics import PrefetchStatistics
+
+if TYPE_CHECKING:
+    from jaxprefetch.cache import DeviceCache
+    from jaxprefetch.checkpoints import Checkpoints
+    from jaxprefetch.evaluation import evaluate
+    from jaxprefetch.fetch import HostFetcher, fetch_to_host
+    from jaxprefetch.loop import TrainSummary, train_loop
+    from jaxprefetch.queue import DeviceQueue
+    from jaxprefetch.samples import batched
+    from jaxprefetch.sampling import CacheBatches
 
 __all__ = [
     "CacheBatches",
@@ -39,3 +44,29 @@ __all__ = [
     "train_loop",
 ]
 __version__ = "0.1.0"
+
+_WHERE = {
+    "CacheBatches": "sampling",
+    "Checkpoints": "checkpoints",
+    "DeviceCache": "cache",
+    "DeviceQueue": "queue",
+    "HostFetcher": "fetch",
+    "TrainSummary": "loop",
+    "batched": "samples",
+    "evaluate": "evaluation",
+    "fetch_to_host": "fetch",
+    "train_loop": "loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what not every loop needs when it is first asked for: importing the package takes half the time."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
