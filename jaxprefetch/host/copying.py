@@ -88,7 +88,7 @@ class Copier:
             helper.result()
 
 
-def _copy_all(work: deque[Sequence[Pair]]) -> None:
+def _copy_all(work: deque[list[Pair]]) -> None:
     with np.errstate(all="ignore"):  # a float64 that becomes an infinite float32 does so in jax.device_put, too
         while work:
             try:
