@@ -11,6 +11,7 @@ Synopsis:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -22,7 +23,7 @@ class Fences:
     """Used by one thread at a time. Fences finish in the order of their steps."""
 
     def __init__(self) -> None:
-        self._open: dict[int, list[jax.Array]] = {}  # in order
+        self._open: dict[int, list[Any]] = {}  # arrays, in order
 
     def dispatch(self, step: int, devices: Sequence[Device]) -> None:
         """One behind all that was enqueued on these devices so far."""
