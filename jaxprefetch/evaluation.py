@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.late import LateMetrics
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
@@ -27,7 +28,7 @@ S = TypeVar("S")
 def evaluate(
     step: Callable[[S, Any], Any],
     state: S,
-    source: Iterable[Any],
+    source: Iterable[Any] | WritesBatches,
     *,
     size: int | None = None,
     sharding: Any = None,
@@ -53,13 +54,16 @@ def evaluate(
 
     Raises:
         TypeError: options are given for a `DevicePrefetcher`.
-        ValueError: the batches have no mask; a metric has neither rows nor is it a scalar; there are no rows.
+        ValueError: the batches have no mask; a metric has neither rows nor is it a scalar; there are no rows; the
+            `DevicePrefetcher` is in the middle of a pass.
         Exception: what the source or `step` raises.
 
     Blocking: until the last batch is evaluated.
     """
     if isinstance(source, DevicePrefetcher):
         refuse_options(size=size, sharding=sharding, max_bytes=max_bytes)
+        if source.in_pass:
+            raise ValueError("evaluate: batches of this pass have been taken. Go on to its end, or make a prefetcher.")
         totals = _totals(step, state, source, mask_key)
     else:
         with prefetch_to_device(

@@ -27,6 +27,7 @@ from jaxprefetch.checkpoints import Checkpoints
 from jaxprefetch.delivery import Delivery, Hook
 from jaxprefetch.errors import add_note
 from jaxprefetch.evaluation import refuse_options
+from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.passes import END, Passes
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
@@ -70,7 +71,7 @@ class TrainSummary:
 def train_loop(
     step: Callable[[S, Any], tuple[S, Any]],
     state: S,
-    source: Iterable[Any],
+    source: Iterable[Any] | WritesBatches,
     *,
     num_steps: int,
     size: int | None = None,
@@ -116,7 +117,8 @@ def train_loop(
     Returns:
         The state after the last step, and a summary. A source that ends early and cannot be begun anew ends the run
         with a warning, and `summary.steps` is less than `num_steps`. After SIGTERM, in the main thread, the step is
-        finished, the state is saved and the run ends; a second SIGTERM stops the process at once.
+        finished, the state is saved and the run ends; a second SIGTERM stops the process at once. (With several
+        processes each must get it during the same step.)
 
     Raises:
         TypeError: an argument is not what it should be; there are checkpoints and the source cannot be resumed, which

@@ -178,11 +178,8 @@ class DevicePrefetcher(Generic[T]):
     def get_state(self) -> dict[str, Any]:
         """Where the loop is in the source: behind the batch taken last, whatever is on its way.
 
-        Returns:
-            A dict of pass, batches taken and the source's own state, if it has one. `set_state` of a prefetcher made
-            like this one, of a source made like this one, goes on from there.
-
-        Blocking: for the first batch, if the thread has been started and none was taken yet.
+        A dict of pass, batches taken and the source's own state, if it has one; for `set_state` of a prefetcher made
+        like this one, of a source made like this one. Blocking: for the first batch, if the thread was started before.
 
         Raises:
             TypeError: the source has no state of its own, and `resume="replay"` was not given.
@@ -213,6 +210,11 @@ class DevicePrefetcher(Generic[T]):
             return self._stager.element_spec
         delivery = self._feed.first_delivery
         return None if delivery is None else delivery.spec
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether batches of this pass were taken, and its end was not told yet."""
+        return bool(self._readers) and not self._over and self._taken() > 0
 
     def _taken(self) -> int:
         """Batches of this pass that the loop has."""

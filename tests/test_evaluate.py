@@ -74,6 +74,16 @@ def test_own_prefetcher_serves_many_evaluations():
             assert means == {"loss": pytest.approx(ROWS.mean())}
 
 
+def test_own_prefetcher_in_the_middle_of_a_pass_is_refused():
+    """The rest of a pass would give the means of some rows only."""
+    with prefetch_to_device(batches(), last_batch="pad") as source:
+        next(source)
+        with pytest.raises(ValueError, match="batches of this pass have been taken"):
+            evaluate(lambda state, batch: batch["x"], None, source)
+        assert len(list(source)) == 2
+        assert evaluate(lambda state, batch: batch["x"], None, source) == {"loss": pytest.approx(ROWS.mean())}
+
+
 def test_own_prefetcher_without_a_mask_is_refused():
     """Without a mask nobody knows which rows are real."""
     with (
