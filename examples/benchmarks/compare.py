@@ -23,6 +23,7 @@ PARTS = {
     "samples": "samples:samples_part",
     "steps": "workloads:steps_part",
     "fetch": "fetch:fetch_part",
+    "cache": "cache:cache_part",
 }
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 Record = dict
 PARTS = (
-    *("link", "alexnet", "tokens", "rl", "samples", "steps", "fetch"),
+    *("link", "alexnet", "tokens", "rl", "samples", "steps", "fetch", "cache"),
     *("check", "memory", "inflight", "short", "sync", "loop"),
 )
 PACKAGES = ("jaxprefetch", "jax", "jaxlib", "flax", "grain", "torch", "numpy")
@@ -31,7 +31,7 @@ UNITS = {
     "inflight": "most batches on a device",
 }
 MARKED = re.compile(r"(<!-- results:([\w-]+)(:brief)? -->\n).*?(<!-- /results -->)", re.DOTALL)
-NOT_BRIEF = re.compile(r"size [14]|size 3, delete_used|1000 steps|flax .*, pinned")
+NOT_BRIEF = re.compile(r"size [134]|1000 steps|delete_used|datarax|flax .*, pinned")
 
 
 def main() -> int:
