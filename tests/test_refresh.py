@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import textwrap
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from gated import Closable, Gated, InThread, Watch, reader_threads
+from gated import Closable, Gated, InThread, Watch, reader_threads, run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
@@ -303,3 +304,20 @@ def test_wrong_arguments_are_errors() -> None:
         with pytest.raises(TypeError, match="source: expected an iterable"):
             cache.refresh(3)  # pyright: ignore[reportArgumentType]
         assert [taken(cache)[0] for _ in range(3)] == [0, 0, 100]
+
+
+def test_a_process_ends_well_while_a_refresh_goes_on() -> None:
+    """Neither a reader at work nor a thread that waits for a batch of a queue holds up or spoils the end."""
+    script = """
+        import threading, numpy as np, jax
+        from jaxprefetch import DeviceCache, DeviceQueue
+        cache = DeviceCache(8, {"x": np.zeros(8, np.float32)})
+        cache.refresh(({"x": np.ones(4, np.float32)} for _ in range(10**9)))
+        batches = cache.batches(4, jax.random.key(0))
+        for _ in range(5):
+            next(batches)
+        queue = DeviceQueue(1)
+        threading.Thread(target=queue.get, daemon=True).start()
+        print(cache.refreshes)
+    """
+    assert run_python(textwrap.dedent(script)) == (0, "4\n", "")
