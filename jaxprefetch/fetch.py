@@ -11,8 +11,8 @@ Synopsis:
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -62,6 +62,7 @@ def fetch_to_host(outputs: Iterable[T], size: int = 4, *, max_bytes: int | str |
 class _Output:
     """What one step has left, taken apart."""
 
+    number: int
     treedef: Any
     leaves: list[Any]
     arrays: tuple[int, ...]
@@ -73,7 +74,7 @@ class _Output:
 class _OnItsWay:
     """An output, and the copies of its arrays in the place of these."""
 
-    output: _Output
+    output: _Output  # without its arrays, whose memory is free when the copies are done
     copies: list[list[jax.Array]]
 
 
@@ -88,9 +89,11 @@ class HostFetcher(Generic[T]):
         self._size = size
         self._max_bytes = max_bytes
         self._copier = Copier()
+        # An output goes from one of these to the next by one assignment, which nothing is called in: a Ctrl-C strikes
+        # before it or after it, and what came before is done again.
         self._pulled: list[Any] = []  # at most one: what has been taken from the iterator
-        self._next: list[_Output] = []  # the same, once it is taken apart
-        self._on_their_way: deque[_OnItsWay] = deque()
+        self._next: _Output | None = None  # the same, once it is taken apart
+        self._on_their_way: tuple[_OnItsWay, ...] = ()
         self._count = 0  # outputs whose copies have been started
         self._ended = False
         self._error: BaseException | None = None
@@ -116,11 +119,12 @@ class HostFetcher(Generic[T]):
         try:
             result = self._put_together(self._on_their_way[0])
         except Exception as error:
-            add_note(error, f"jaxprefetch: raised while result {self._number} was on its way to the host")
+            number = self._on_their_way[0].output.number
+            add_note(error, f"jaxprefetch: raised while result {number} was on its way to the host")
             self._fail(error)
-            self._on_their_way.clear()
+            self._on_their_way = ()
             raise
-        self._on_their_way.popleft()
+        self._on_their_way = self._on_their_way[1:]
         return result
 
     def __enter__(self) -> HostFetcher[T]:
@@ -132,30 +136,23 @@ class HostFetcher(Generic[T]):
     def close(self) -> None:
         """Drops what was not handed out and closes the outputs' iterator. Results keep their memory."""
         self._ended, self._error, self._traceback = True, None, None
-        self._pulled, self._next = [], []
-        self._on_their_way.clear()
+        self._pulled, self._next, self._on_their_way = [], None, ()
         outputs, self._outputs = self._outputs, iter(())
         close_iterator(outputs)
-
-    @property
-    def _number(self) -> int:
-        """Of the oldest on its way, and so the number of results handed out."""
-        return self._count - len(self._on_their_way)
 
     def _fill(self) -> None:
         """Takes outputs and starts their copies, as many as may be on their way."""
         while not self._ended and len(self._on_their_way) < self._size:
             try:
-                if not self._next and not self._pull():
+                output = self._next or self._pull()
+                if output is None or (self._on_their_way and not self._has_room(output)):
                     return
-                if self._on_their_way and not self._has_room(self._next[0]):
-                    return
-                self._start()
+                self._start(output)
             except Exception as error:
                 self._fail(error)
 
-    def _pull(self) -> bool:
-        """Takes the next output and takes it apart; False at the end."""
+    def _pull(self) -> _Output | None:
+        """Takes the next output and takes it apart; None at the end."""
         if not self._pulled:
             try:
                 self._pulled.extend(itertools.islice(self._outputs, 1))  # in one call of C's: no Ctrl-C between
@@ -164,24 +161,24 @@ class HostFetcher(Generic[T]):
                 raise
         if not self._pulled:
             self._ended = True
-            return False
-        self._next = [_apart(self._pulled[0], self._count)]
-        self._pulled.clear()
-        return True
+            return None
+        output = _apart(self._pulled[0], self._count)
+        self._next, self._pulled = output, []
+        return output
 
     def _has_room(self, output: _Output) -> bool:
         if self._max_bytes is None:
             return True
         return sum(item.output.nbytes for item in self._on_their_way) + output.nbytes <= self._max_bytes
 
-    def _start(self) -> None:
-        output = self._next[0]
+    def _start(self, output: _Output) -> None:
         copies = start([output.leaves[i] for i in output.arrays], output.parts)
+        leaves = list(output.leaves)
         for i in output.arrays:
-            output.leaves[i] = None  # the copies do without: the array's memory is free when they are done
-        self._on_their_way.append(_OnItsWay(output, copies))
-        self._count += 1
-        self._next = []
+            leaves[i] = None
+        item = _OnItsWay(dataclasses.replace(output, leaves=leaves), copies)
+        self._count = output.number + 1
+        self._on_their_way, self._next = (*self._on_their_way, item), None
 
     def _put_together(self, item: _OnItsWay) -> T:
         output, leaves = item.output, list(item.output.leaves)
@@ -198,7 +195,7 @@ class HostFetcher(Generic[T]):
 
     def _fail(self, error: BaseException) -> None:
         self._ended, self._error, self._traceback = True, error, error.__traceback__
-        self._pulled, self._next = [], []
+        self._pulled, self._next = [], None
 
     def _raise_end(self) -> NoReturn:
         if self._error is not None:
@@ -228,7 +225,7 @@ def _apart(output: Any, number: int) -> _Output:
             ) from None
         parts.append(part)
         nbytes += part.nbytes(leaf.dtype.itemsize)
-    return _Output(treedef, leaves, arrays, tuple(parts), nbytes)
+    return _Output(number, treedef, leaves, arrays, tuple(parts), nbytes)
 
 
 def _unfetchable(leaf: jax.Array, where: str) -> Exception:
