@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 
 import ml_dtypes
 import numpy as np
@@ -82,15 +83,16 @@ def test_similar_sizes_share_slots() -> None:
     assert slots.mapped_bytes < 1.15 * 1_030_000
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 2 << 20, (2 << 20) + 1, 10_000_001])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 4096, 4097, 2 << 20, (2 << 20) + 64, 3_000_000, 10_000_001, 16 << 20, (16 << 20) + 1, 40_000_001]
+)
 def test_slots_are_large_enough_and_not_much_larger(nbytes) -> None:
     """A slot has the bytes that were asked for, and wastes an eighth or a page at most."""
     slots = Slots()
     view = slots.take(nbytes).view(0, np.dtype(np.uint8), (nbytes,))
     view[...] = 1
-    assert (
-        nbytes <= slots.mapped_bytes <= max(nbytes * 9 / 8, nbytes + 4096 if nbytes <= 2 << 20 else nbytes + (2 << 20))
-    )
+    assert nbytes <= slots.mapped_bytes <= max(nbytes * 9 / 8, nbytes + mmap.PAGESIZE)
+    assert slots.mapped_bytes % (mmap.PAGESIZE if nbytes < 16 << 20 else 2 << 20) == 0
 
 
 def test_memory_is_unregistered_when_the_last_array_in_it_goes() -> None:

@@ -31,7 +31,6 @@ logger = logging.getLogger("jaxprefetch")
 ALIGNMENT = 64
 """Bytes between the starts of leaves; XLA's CPU client aliases memory so aligned, so no second copy is made there."""
 
-HUGE_PAGE = 2 << 20
 _PAGE = mmap.PAGESIZE
 _TOUCH_BYTES = 16 << 20
 
@@ -179,8 +178,9 @@ def _let_go(mapped: _Count, nbytes: int, unregister: Callable[[], None] | None) 
 
 
 def _capacity(nbytes: int) -> int:
-    """Rounded up to one of eight sizes for each power of two, in whole pages: similar batches share their slots."""
+    """Rounded up to one of eight sizes for each power of two, in whole pages: similar batches share their slots.
+
+    So an eighth is wasted at most, or a page. From 16 MiB on the sizes are whole huge pages of 2 MiB.
+    """
     step = max(_PAGE, 1 << max(nbytes.bit_length() - 4, 0))
-    if nbytes > HUGE_PAGE:
-        step = max(step, HUGE_PAGE)
     return max(-(-nbytes // step), 1) * step
