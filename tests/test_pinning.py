@@ -28,8 +28,8 @@ class Client:
         del self.mapped[address]
 
 
-def device(platform: str):
-    return types.SimpleNamespace(platform=platform, client=Client())
+def device(platform: str, client: Client | None = None):
+    return types.SimpleNamespace(platform=platform, client=client or Client())
 
 
 def test_memory_is_registered_until_it_is_undone() -> None:
@@ -60,7 +60,14 @@ def test_only_gpus_have_their_memory_registered() -> None:
     assert Pinning.of(jax.devices()) is None
     assert Pinning.of([]) is None
     assert Pinning.of([device("gpu"), device("cpu")]) is None
-    assert Pinning.of([device("gpu"), device("gpu")]) is not None
+    client = Client()
+    assert Pinning.of([device("gpu", client), device("gpu", client)]) is not None
+
+
+def test_devices_of_several_clients_have_nothing_registered() -> None:
+    """Memory that one client has registered is not known to another, so it is left as it is."""
+    assert Pinning.of([device("gpu"), device("gpu")]) is None
+    assert jax.devices()[0].client is jax.devices()[-1].client
 
 
 @pytest.mark.parametrize(

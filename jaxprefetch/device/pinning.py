@@ -38,7 +38,8 @@ class Pinning:
         """For these devices; None where they read host memory as it is, or belong to several clients."""
         if not devices or any(device.platform not in GPU_PLATFORMS for device in devices):
             return None
-        return cls(devices[0].client)
+        client = devices[0].client
+        return cls(client) if all(device.client is client for device in devices) else None
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
         """Registers memory; returns what undoes it, once nothing is copied from there any more.
