@@ -49,6 +49,22 @@ def test_a_client_that_refuses_is_a_runtime_error(error) -> None:
     assert caught.value.__cause__ is error
 
 
+def test_an_interrupted_registration_is_undone() -> None:
+    """A Ctrl-C before or after the driver has registered memory leaves none registered."""
+
+    class Interrupted(Client):
+        def dma_map(self, address: int, nbytes: int) -> None:
+            if nbytes:
+                super().dma_map(address, nbytes)
+            raise KeyboardInterrupt("now")
+
+    client = Interrupted()
+    for nbytes in (0, 100):
+        with pytest.raises(KeyboardInterrupt, match="now"):
+            Pinning(client).register(4096, nbytes)
+        assert not client.mapped
+
+
 def test_a_client_without_the_call_is_a_runtime_error() -> None:
     """An old jaxlib is told by its version."""
     with pytest.raises(RuntimeError, match="this jaxlib has no dma_map; 0\\.10\\.2 and later have it"):

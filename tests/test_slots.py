@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+import sys
+import types
 
 import ml_dtypes
 import numpy as np
 import pytest
+from test_interrupts import Strike
 
+from jaxprefetch.device.pinning import Pinning
 from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.slots import ALIGNMENT, Fresh, Slots
 
@@ -109,6 +113,46 @@ def test_memory_is_unregistered_when_the_last_array_in_it_goes() -> None:
     del view
     assert not driver.registered
     assert slots.mapped_bytes == 0
+
+
+def test_an_interrupt_as_the_finaliser_is_made_leaves_nothing_registered(monkeypatch) -> None:
+    """Memory is registered only when there is something that will unregister it."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt("now")
+
+    driver = Driver()
+    slots = Slots(register=driver.register)
+    monkeypatch.setattr("jaxprefetch.host.slots.weakref", types.SimpleNamespace(finalize=interrupted))
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        slots.take(5000)
+    assert not driver.registered
+    assert slots.mapped_bytes == 0
+
+
+def test_an_interrupt_leaves_nothing_registered() -> None:
+    """Wherever in `take` a Ctrl-C strikes: no memory stays registered or counted when the slot is dropped."""
+
+    def take(at: int) -> int:
+        registered: dict[int, int] = {}
+        client = types.SimpleNamespace(dma_map=registered.setdefault, dma_unmap=registered.pop)
+        slots, strike, interrupted = Slots(register=Pinning(client).register, copier=Copier(1)), Strike(at), False
+        try:
+            sys.setprofile(strike)
+            slot = slots.take(5000)
+            sys.setprofile(None)
+            del slot
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.setprofile(None)
+        assert interrupted == (at > 0), at
+        assert not registered, at
+        assert slots.mapped_bytes == 0, at
+        return strike.places
+
+    for at in range(1, take(0) + 1):
+        take(at)
 
 
 def test_clear_gives_up_what_is_free_and_what_is_freed_later() -> None:

@@ -11,6 +11,7 @@ nowhere else; without it the memory stays pageable, and JAX copies it once more,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
@@ -49,11 +50,16 @@ class Pinning:
         """
         if not hasattr(self._client, "dma_map"):
             raise RuntimeError("this jaxlib has no dma_map; 0.10.2 and later have it")
+        undo = functools.partial(self._client.dma_unmap, address)
         try:
             self._client.dma_map(address, nbytes)
+            return undo
         except Exception as error:  # its type differs between versions
             raise RuntimeError(str(error)) from error
-        return functools.partial(self._client.dma_unmap, address)
+        except BaseException:  # a Ctrl-C, before it was registered or after
+            with contextlib.suppress(Exception):
+                undo()
+            raise
 
     def is_sent_directly(self, leaf: np.ndarray) -> bool:
         """Whether JAX sends this array without a copy between: it is pinned, and contiguous as JAX understands it."""

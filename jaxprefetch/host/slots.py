@@ -139,12 +139,15 @@ class Slots:
             with contextlib.suppress(OSError, AttributeError):  # not on this system
                 mapping.madvise(getattr(mmap, advice))
         memory = np.frombuffer(mapping, np.uint8)
+        # Before there is anything to undo: a Ctrl-C may strike wherever something is called. Where the interpreter ends
+        # nothing is undone: copies may still be read, and the system takes all of it back.
+        held = _Held(self._mapped)
+        weakref.finalize(memory, held.let_go).atexit = False
         touches = [functools.partial(_touch, memory, start) for start in range(0, capacity, _TOUCH_BYTES)]
         self.copier.run(touches)
-        unregister = self._pin(memory)
+        held.unregister = self._pin(memory)
+        held.bytes = capacity
         self._mapped.bytes += capacity
-        # Where the interpreter ends nothing is undone: copies may still be read, and the system takes all of it back.
-        weakref.finalize(memory, _let_go, self._mapped, capacity, unregister).atexit = False
         return memory
 
     def _pin(self, memory: np.ndarray) -> Callable[[], None] | None:
@@ -167,14 +170,22 @@ class _Count:
     bytes = 0
 
 
+class _Held:
+    """What is to be undone when some memory goes, as far as it has come."""
+
+    def __init__(self, mapped: _Count):
+        self._mapped = mapped
+        self.bytes = 0
+        self.unregister: Callable[[], None] | None = None
+
+    def let_go(self) -> None:
+        self._mapped.bytes -= self.bytes
+        if self.unregister is not None:
+            self.unregister()
+
+
 def _touch(memory: np.ndarray, start: int) -> None:
     memory[start : start + _TOUCH_BYTES : _PAGE] = 0
-
-
-def _let_go(mapped: _Count, nbytes: int, unregister: Callable[[], None] | None) -> None:
-    mapped.bytes -= nbytes
-    if unregister is not None:
-        unregister()
 
 
 def _capacity(nbytes: int) -> int:
