@@ -1,9 +1,10 @@
-"""Arguments that several public names share: byte sizes and counts."""
+"""Arguments that several public names share: byte sizes, counts, switches and names of leaves."""
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 
 
 def parse_bytes(name: str, value: int | str | None) -> int | None:
-    """Bytes from a positive integer or text such as `"2GiB"`, `"500 MB"`; None stays None.
+    """Bytes from a positive integer (NumPy's too) or text such as `"2GiB"`, `"500 MB"`; None stays None.
 
     Raises:
         ValueError: anything else.
@@ -25,9 +26,10 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
         match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*", value, re.IGNORECASE)
     ):
         value = int(float(match[1]) * _UNITS[match[2].upper()])
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    number = _index(value)
+    if number is None or number < 1:
         raise ValueError(f'{name}: expected bytes as a positive integer or text such as "2GiB", got {value!r}.')
-    return value
+    return number
 
 
 def integer(name: str, value: Any, least: int) -> int:
@@ -36,7 +38,42 @@ def integer(name: str, value: Any, least: int) -> int:
     Raises:
         ValueError: it is none.
     """
-    number = operator.index(value) if hasattr(value, "__index__") and not isinstance(value, (bool, np.bool_)) else None
+    number = _index(value)
     if number is None or number < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
     return number
+
+
+def check_keep_on_host(value: Any) -> None:
+    """`keep_on_host` is a path, several of them, a function or None.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if value is None or isinstance(value, str) or callable(value):
+        return
+    if not isinstance(value, (Sequence, Set)) or not all(isinstance(path, str) for path in value):
+        raise TypeError(
+            "keep_on_host: expected None, a path (str), a sequence of paths or a function (path, leaf) -> bool, got "
+            f"{type(value).__name__} {value!r}."
+        )
+
+
+def check_switch(name: str, value: Any) -> None:
+    """The argument is True, False or None.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True, False or None, got {type(value).__name__} {value!r}.")
+
+
+def _index(value: Any) -> int | None:
+    """The value as an integer; None where it is none, or a bool."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None

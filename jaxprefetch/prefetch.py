@@ -13,7 +13,7 @@ import functools
 from collections.abc import Hashable, Iterable
 from typing import Any, Literal, TypeVar
 
-from jaxprefetch.arguments import integer, parse_bytes
+from jaxprefetch.arguments import check_keep_on_host, check_switch, integer, parse_bytes
 from jaxprefetch.device.handout import OnDevice
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
@@ -69,7 +69,7 @@ def prefetch_to_device(
         host_size: batches pulled and not yet put. 0 pulls on the calling thread, without a thread: the first `next()`
             pulls `size` batches, each later one pulls one, and blocks as long as that takes.
         max_host_bytes: the most bytes of host memory for batches that have not landed; one always gets through. None:
-            a quarter of what is free now. On a GPU it is pinned memory, reused from batch to batch.
+            a quarter of what is free now, at least 256 MiB. On a GPU it is pinned memory, reused from batch to batch.
         keep_on_host: leaves that are delivered as they are: paths (`"meta/name"`, also of whole subtrees) or a function
             `(path, leaf) -> bool`. Strings and other objects need it. Arrays of any library and writable buffers among
             them are copied, as the same type where that can be; other objects are handed on themselves.
@@ -113,6 +113,8 @@ def prefetch_to_device(
         raise ValueError(f"last_batch: expected one of {', '.join(map(repr, MODES))}, got {last_batch!r}.")
     if on_device is not None and not callable(on_device):
         raise TypeError(f"on_device: expected a function from batch to batch, got {type(on_device).__name__}.")
+    check_keep_on_host(keep_on_host)
+    check_switch("fresh_buffers", fresh_buffers)
     options = StagingOptions(keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers)
     placement = Placement(sharding)
     max_host_bytes = parse_bytes("max_host_bytes", max_host_bytes) or default_host_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import jax
+import numpy as np
 import pytest
 from gated import Loader, batch, number, up_to_error
 
@@ -71,12 +72,43 @@ def test_batch_that_has_grown_too_large_is_an_error_in_its_place(host_size):
         ({"batch_axis": -1}, ValueError, "batch_axis: expected an integer of at least 0, got -1"),
         ({"last_batch": "skip"}, ValueError, "last_batch: expected one of 'error', 'drop', 'pad', got 'skip'"),
         ({"last_batch": None}, ValueError, "last_batch: expected one of .*, got None"),
+        *(
+            ({"keep_on_host": value}, TypeError, rf"keep_on_host: expected None, a path .* got {got}\.")
+            for value, got in [
+                (3, "int 3"),
+                (["a", 3], r"list \['a', 3\]"),
+                (b"a", "bytes b'a'"),
+                ({"a": True}, r"dict \{'a': True\}"),
+                (True, "bool True"),
+            ]
+        ),
+        ({"fresh_buffers": "no"}, TypeError, "fresh_buffers: expected True, False or None, got str 'no'"),
+        ({"fresh_buffers": 1}, TypeError, "fresh_buffers: expected True, False or None, got int 1"),
         ({"sharding": "data"}, TypeError, "sharding: expected None, a Device, .* got str 'data'"),
         ({"sharding": jax.sharding.PartitionSpec("data")}, ValueError, "needs a mesh in force"),
         *(
-            ({name: value}, ValueError, rf"{name}: expected bytes as a positive integer .* got {value!r}")
+            (
+                {name: value},
+                ValueError,
+                rf"{name}: expected bytes as a positive integer .* got {re.escape(repr(value))}",
+            )
             for name in ("max_bytes", "max_host_bytes")
-            for value in (0, -1, 1.5, True, "", "many", "GiB", "2 XiB", "-1GiB", "nan", "inf", "2GiB each")
+            for value in (
+                0,
+                -1,
+                1.5,
+                np.int32(0),
+                np.True_,
+                True,
+                "",
+                "many",
+                "GiB",
+                "2 XiB",
+                "-1GiB",
+                "nan",
+                "inf",
+                "2GiB each",
+            )
         ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
@@ -89,12 +121,29 @@ def test_wrong_argument_is_an_error_at_once(arguments, kind, match):
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("1", 1), ("2GiB", 2 << 30), ("1.5 KiB", 1536), ("3 kB", 3000), ("500 MB", 500_000_000), (" 7 B", 7)],
+    [
+        (np.int64(7), 7),
+        (np.uint8(200), 200),
+        ("1", 1),
+        ("2GiB", 2 << 30),
+        ("1.5 KiB", 1536),
+        ("3 kB", 3000),
+        ("500 MB", 500_000_000),
+        (" 7 B", 7),
+    ],
 )
 def test_max_bytes_as_text(text, nbytes):
-    """Bytes may be written with a unit, binary or decimal."""
-    with prefetch_to_device([], max_bytes=text) as batches:
+    """Bytes may be written with a unit, binary or decimal, or be an integer of NumPy's."""
+    with prefetch_to_device([], max_bytes=text, max_host_bytes=text) as batches:
         assert batches.statistics().bytes_bound == nbytes
+
+
+@pytest.mark.parametrize("keep", [None, "a", (), ["a", "b/c"], {"a"}, lambda path, leaf: True], ids=str)
+@pytest.mark.parametrize("fresh", [None, True, False])
+def test_leaves_to_keep_and_switches_are_taken_as_they_are_documented(keep, fresh):
+    """Every documented form of `keep_on_host` and `fresh_buffers` is taken."""
+    with prefetch_to_device([], keep_on_host=keep, fresh_buffers=fresh) as batches:
+        assert not list(batches)
 
 
 @pytest.mark.parametrize(
