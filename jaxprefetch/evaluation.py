@@ -67,7 +67,12 @@ def evaluate(
         totals = _totals(step, state, source, mask_key)
     else:
         with prefetch_to_device(
-            source, size or 2, sharding=sharding, max_bytes=max_bytes, last_batch="pad", mask_key=mask_key
+            source,
+            2 if size is None else size,
+            sharding=sharding,
+            max_bytes=max_bytes,
+            last_batch="pad",
+            mask_key=mask_key,
         ) as batches:
             totals = _totals(step, state, batches, mask_key)
     if totals is None or not (rows := jax.device_get(totals[1]).item()):

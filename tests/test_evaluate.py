@@ -99,6 +99,13 @@ def test_metric_of_another_shape_is_refused():
         evaluate(lambda state, batch: {"confusion": jnp.zeros((3, 3))}, None, batches())
 
 
+@pytest.mark.parametrize("size", [0, False])
+def test_size_is_no_less_than_elsewhere(size):
+    """A `size` of zero is an error here too."""
+    with pytest.raises(ValueError, match=f"size: expected an integer of at least 1, got {size}"):
+        evaluate(lambda state, batch: batch["x"], None, batches(), size=size)
+
+
 @pytest.mark.parametrize("source", [[], iter([])])
 def test_no_rows_are_an_error(source):
     """There is no mean of nothing."""
