@@ -143,7 +143,7 @@ def signature(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.shape, leaf.dtype
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.sharding
+        return leaf.shape, leaf.dtype, leaf.sharding, leaf.committed, getattr(leaf, "weak_type", False)  # not of keys
     return type(leaf)
 
 

@@ -168,7 +168,8 @@ class Stager:
         if offer is None or offer.plan is None:
             reserve(plan.host_bytes)
             return self._own(plan, order, leaves, rows, number)
-        reserve(plan.host_bytes - offer.plan.host_bytes)
+        reserve(-offer.plan.host_bytes)  # a batch must not wait for what it has itself
+        reserve(plan.host_bytes)
         return self._in_place(offer, plan, order, leaves, rows, number)
 
     def _apart(self, raw: Any, number: int) -> Parts:
@@ -294,8 +295,7 @@ class Stager:
         """Whether a leaf that nobody writes to again is sent from where it lies: a copy would not be quicker."""
         return (
             bool(self._options.fresh_buffers)
-            and leaf.dtype == plan.dtype
-            and leaf.shape == plan.shape
+            and (leaf.dtype, leaf.shape) == (plan.dtype, plan.shape)
             and self._sent_directly(leaf)
             and separate.claims(leaf)
         )

@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 
+import jax
 import numpy as np
 import pytest
 from gated import Counted, Gated, InThread, Loader, Watch, batch, number, numbers, reader_threads, wait
@@ -72,6 +73,20 @@ def test_one_batch_always_gets_through_max_host_bytes(host_size):
     """A limit smaller than any batch lets them through one by one."""
     with prefetch_to_device(Loader(7), 3, host_size=host_size, max_host_bytes=1) as batches:
         assert numbers(batches) == list(range(7))
+
+
+@by_size
+@pytest.mark.parametrize("limit", [1, 64, 100, 200])
+@pytest.mark.parametrize("use", ["delete", "donate"])
+def test_batches_that_the_loop_disposes_of_hold_nothing_back(size, limit, use):
+    """A reader that waits for the host memory of batches that were deleted or donated gets it."""
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    taken = []
+    with prefetch_to_device(Loader(6), size, max_host_bytes=limit) as batches:
+        for delivered in batches:
+            taken.append(number(delivered))
+            delivered["x"].delete() if use == "delete" else double(delivered["x"])
+    assert taken == list(range(6))
 
 
 # ---- what is counted

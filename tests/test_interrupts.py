@@ -9,13 +9,20 @@ import sys
 import threading
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from gated import Counted, Loader, Watch, batch, number, numbers, refusing
 
 import jaxprefetch
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.device import packing
+from jaxprefetch.device.placement import Placement
 from jaxprefetch.host import reader
+from jaxprefetch.host.pipeline import Inline, Pipeline
+from jaxprefetch.host.slots import Slots
+from jaxprefetch.host.source import Source
+from jaxprefetch.layout import StagingOptions
 from jaxprefetch.staging import Stager
 
 HOUSE = str(Path(jaxprefetch.__file__).parent)
@@ -203,3 +210,44 @@ def test_interrupted_start_of_the_thread_is_repeated(when, monkeypatch):
             next(batches)
         assert numbers(batches) == [0, 1, 2, 3]
     assert not reader._live
+
+
+def test_memory_of_a_batch_that_is_staged_is_not_written_again(monkeypatch):
+    """A Ctrl-C just after a source has written a batch leaves the batch its memory: the next is written elsewhere."""
+
+    class Writing:
+        def __init__(self):
+            self.element_spec = {"x": jax.ShapeDtypeStruct((64,), np.float32)}
+            self.written = 0
+
+        def read_into(self, out):
+            out["x"][:] = self.written
+            self.written += 1
+            return 64
+
+    forget, struck = Pipeline.forget, []
+
+    def forgetting(pipeline):
+        if not struck:
+            struck.append(pipeline)
+            raise KeyboardInterrupt
+        forget(pipeline)
+
+    monkeypatch.setattr(Pipeline, "forget", forgetting)
+    inline = Inline(Pipeline(Source(Writing()), Stager(Placement(), StagingOptions(), Slots())))
+    with pytest.raises(KeyboardInterrupt):
+        inline.wait(0, None)
+    inline.wait(1, None)
+    first, second = (inline.items[i].leaves[0] for i in range(2))
+    assert not np.shares_memory(first, second)
+    assert (first[0], second[0]) == (0, 1)
+    inline.close()
+
+
+def test_a_closed_pipeline_holds_no_batch():
+    """After the end of a pass that was cut short neither a pulled batch nor memory offered for one is held."""
+    pipeline = Pipeline(Source(Loader(3)), Stager(Placement(), StagingOptions()))
+    pipeline.advance(0, lambda nbytes: None)
+    pipeline.close()
+    assert not pipeline._raw
+    assert pipeline._offer is None

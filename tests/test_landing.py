@@ -9,6 +9,7 @@ from gated import batch, number
 
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.device import feed
+from jaxprefetch.device.fences import Fences
 
 
 def test_a_failed_landing_is_told_after_what_is_on_its_way(monkeypatch):
@@ -63,3 +64,25 @@ def test_later_batches_on_other_devices_prove_nothing():
             seen.append(int(leaf[0]))
             leaf.delete()
     assert seen == list(range(12))
+
+
+@pytest.mark.parametrize("what", ["fence", "marker"])
+def test_what_a_wait_for_the_devices_raises_ends_the_pass(what, monkeypatch):
+    """A device that fails while room is waited for is an error with the batch, kept, after the batches before it."""
+    error = RuntimeError("the device is gone")
+
+    def failing(*_):
+        raise error
+
+    monkeypatch.setattr(Fences, "wait", failing) if what == "fence" else monkeypatch.setattr(
+        feed, "put_marker", failing
+    )
+    delivered = []
+    with prefetch_to_device([batch(i) for i in range(9)], size=1, delete_used=True) as batches:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                for out in batches:
+                    delivered.append(number(out))
+                    out["x"].delete()
+    assert delivered == list(range(len(delivered)))
+    assert "jaxprefetch: raised while the devices were busy with batch" in error.__notes__[0]

@@ -346,3 +346,11 @@ def test_leaves_in_different_places_are_an_error() -> None:
     ):
         next(batches)
     assert "on_device was compiled for batch 0" in caught.value.__notes__[-1]
+
+
+def test_arrays_of_the_source_are_told_apart_by_their_weak_types() -> None:
+    """A strongly typed array after a weakly typed one is computed with as jax.jit does, not as its predecessor."""
+    source = [jnp.asarray(2.0), jnp.float32(70000.0), jnp.asarray(3.0)]
+    with prefetch_to_device(source, on_device=lambda x: x * 2.0) as batches:
+        weak = [out.weak_type for out in batches]
+    assert weak == [raw.weak_type for raw in source] == [True, False, True]

@@ -252,7 +252,7 @@ def test_small_leaves_that_travel_packed(monkeypatch) -> None:
     monkeypatch.setattr(packing, "PLATFORMS", ("cpu",))
     sent = Sent(monkeypatch)
     small = {name: np.arange(20, dtype=np.float32) + i for i, name in enumerate("abcd")}
-    source = Rows({**small, "x": np.arange(20 * 40_000, dtype=np.float32).reshape(20, -1)}, 8)
+    source = Rows({**small, "x": np.arange(20 * 100_000, dtype=np.float32).reshape(20, -1)}, 8)
     for last_batch in ("error", "pad"):
         sent.addresses.clear()
         with prefetch_to_device(source, last_batch=last_batch) as batches:
@@ -504,3 +504,13 @@ def test_reading_counts_as_the_source_s_time(monkeypatch) -> None:
         statistics = batches.statistics()
     assert statistics.reader_pull_s == 3
     assert statistics.reader_stage_s == 0
+
+
+def test_a_short_batch_that_takes_more_memory_than_was_offered_gets_it(monkeypatch) -> None:
+    """Where leaves are packed only in the short batch, a row for each device, the reader does not wait for itself."""
+    monkeypatch.setattr(packing, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(packing, "LARGEST_BYTES", 1000)
+    source = Rows({name: np.arange(700, dtype=np.float32) for name in "abc"}, 300)
+    replicated = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec())
+    with prefetch_to_device(source, sharding=replicated, max_host_bytes=4000) as batches:
+        assert [len(out["a"]) for out in batches] == [300, 300, 100]

@@ -50,3 +50,14 @@ def test_numbers_of_python_stay_weak_in_every_batch(batched: bool, split: bool, 
                 assert out.aval == wanted.aval
                 assert (out.committed, out.sharding) == (wanted.committed, wanted.sharding)
                 assert np.asarray(out) == np.asarray(wanted)
+
+
+def test_a_batched_put_that_wants_other_arguments_is_done_without(monkeypatch) -> None:
+    """Where another JAX has changed its private call all batches go the public way, and none is lost."""
+
+    def changed(*, something_else):
+        raise AssertionError
+
+    monkeypatch.setattr(transfer, "_batched_put", (changed, *(transfer._batched_put or (None, None))[1:]))
+    with prefetch_to_device([np.full(4, i) for i in range(5)]) as batches:
+        assert [int(batch[0]) for batch in batches] == list(range(5))

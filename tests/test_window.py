@@ -1186,3 +1186,22 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
+
+
+def test_a_late_source_is_given_the_memory_of_batches_that_were_disposed_of() -> None:
+    """Where nothing is staged for a moment, deleted batches are proved to have landed before the source is awaited."""
+    window = Window(size=1)
+    window.call()
+    window.stage({"gpu": 10})
+    window.issue()
+    window.hand_out()
+    window.call()
+    window.settled(0, disposed=True)
+    window.fence(0)
+    assert window.decide() == (Do.AWAIT_SOURCE, 1)
+    window.source_is_late = True
+    assert window.decide() == (Do.PROVE_LANDING, 0)
+    window.proved(0)
+    assert window.decide() == (Do.AWAIT_SOURCE, 1)
+    window.stage({"gpu": 10})
+    assert not window.source_is_late

@@ -11,7 +11,9 @@ No lock is held while JAX or the source runs: one consumer at a time has the tur
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -33,6 +35,7 @@ from jaxprefetch.device.window import Window
 from jaxprefetch.errors import add_note
 
 SHORTEST_WAIT_SECONDS = 50e-6
+PATIENCE_SECONDS = 0.05  # then the source may be waiting for the host memory of batches that the loop has deleted
 
 
 class Feed:
@@ -126,8 +129,6 @@ class Feed:
         if self.error is not None:
             self.error.with_traceback(self._traceback)  # without the frames of the loop, which hold its batches
 
-    # ---- facts
-
     @property
     def _next_staged(self) -> int:
         """The number in the pass of the next batch that the window has not been told of."""
@@ -160,8 +161,6 @@ class Feed:
             self._arrivals.cancel()
             return None
 
-    # ---- actions
-
     def _settle(self, number: int) -> None:
         self._issued = {n: i for n, i in self._issued.items() if n >= number}  # others: an interrupt after settling
         self._arrivals.items.pop(number - self.first, None)  # or after issuing
@@ -184,8 +183,9 @@ class Feed:
 
     def _issue(self, number: int) -> None:
         staged: StagedBatch = self._arrivals.items[number - self.first]
-        if number == 0:
-            self._prepare(tuple(staged.plan.cost))
+        if number == 0 and (devices := tuple(staged.plan.cost)):  # before anything is on them
+            prepare_fence(devices)
+            self.link = link_speed(devices[0], room=self.largest)
         try:
             with TraceAnnotation("jaxprefetch.issue"):
                 parcels = staged.plan.put(staged.leaves)
@@ -197,12 +197,6 @@ class Feed:
         self._devices.update(dict.fromkeys(staged.plan.cost))
         self.window.issue()
         self._arrivals.items.pop(number - self.first, None)
-
-    def _prepare(self, devices: tuple[Device, ...]) -> None:
-        """Once, before anything is on the devices."""
-        if devices:
-            prepare_fence(devices)
-            self.link = link_speed(devices[0], room=self.largest)
 
     def _refused(self, number: int, error: Exception) -> None:
         """Out of memory: once more when the batch is needed. Anything else ends the pass at this batch."""
@@ -221,7 +215,8 @@ class Feed:
 
     def _await_fence(self, number: int) -> None:
         self._give_room()
-        with self.times.waiting_for_room("fence"):
+        covering = number
+        with self.times.waiting_for_room("fence"), self._keeping(number):
             covering = self._fences.wait(number)
         self._fence_done(covering)
 
@@ -234,14 +229,26 @@ class Feed:
         devices = self.window.cost_of(number).keys()
         later = [i for j, i in self._issued.items() if j >= self.window.taken and i.proves(devices)]
         self._give_room()
-        with self.times.waiting_for_room("landing"):
+        with self.times.waiting_for_room("landing"), self._keeping(number):
             jax.block_until_ready(later[0].made if later else put_marker(tuple(self._devices)))
         self.window.proved(number)
         self._sending.free(self.window.has_landed)
 
+    @contextlib.contextmanager
+    def _keeping(self, number: int) -> Iterator[None]:
+        """What a wait for the devices raises ends the pass, like the error of a batch; the wait is over."""
+        try:
+            yield
+        except Exception as error:
+            add_note(error, f"jaxprefetch: raised while the devices were busy with batch {number - self.first}")
+            self._fail(error)
+
     def _await_source(self) -> None:
         self._give_room()
-        if not self._arrivals.wait(self._next_staged):
+        if self._sending.unfinished and not self.window.source_is_late:
+            self._arrivals.wait_briefly(self._next_staged, PATIENCE_SECONDS)
+            self.window.source_is_late = True  # forgotten when a batch has come
+        elif not self._arrivals.wait(self._next_staged):
             self.window.end()
 
     def _give_room(self) -> None:

@@ -54,6 +54,11 @@ class Flight:
         """Bytes charged on the fullest device."""
         return _most(_charges(self.batches.values()))
 
+    @property
+    def newest_owed(self) -> int | None:
+        """The last batch that is not known to have landed."""
+        return max((number for number, batch in self.batches.items() if not batch.landed), default=None)
+
     def held(self, without_dropped: bool) -> dict[int, InFlight]:
         """What is in flight, with or without what only a wait keeps there."""
         if not without_dropped:

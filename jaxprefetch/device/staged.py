@@ -55,6 +55,11 @@ class Sending:
         """What is read still, of the last pass, goes when its arrays do."""
         self._memory, self.landed = {}, 0
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether some of it is not known to be free."""
+        return bool(self._memory)
+
     def add(self, number: int, memory: HostMemory, nbytes: int) -> None:
         """This batch has been put."""
         self._memory[number] = memory, nbytes

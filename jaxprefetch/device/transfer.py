@@ -87,6 +87,7 @@ class Transfer:
         self._loose, self._placed, self._shardings = loose, placed, shardings
         self._local = all(sharding.is_fully_addressable for sharding in shardings)
         self._templates: dict[int, _Template] | None = None
+        self._fast = True
         self._rest: tuple[Sequence[int], Sequence[int], Sequence[Sharding]] = ((), (), ())  # without a template
 
     def put(self, leaves: Sequence[Any]) -> list[Any]:
@@ -95,8 +96,11 @@ class Transfer:
         Blocking: only for the allocation of device memory; the copies are queued.
         """
         with self._context.entered():
-            if self._templates is not None and _batched_put is not None:
-                return self._put_fast(leaves, self._templates, *_batched_put)
+            if self._fast and self._templates is not None and _batched_put is not None:
+                try:
+                    return self._put_fast(leaves, self._templates, *_batched_put)
+                except TypeError:  # a JAX whose batched put wants other arguments
+                    self._fast = False
             out = self._put_public(leaves, self._loose, self._placed, self._shardings)
             if self._local:
                 self._prepare(leaves, out)

@@ -4,12 +4,8 @@ Everything that decides is here, and nothing else is: no JAX, no thread, no cloc
 staged, has been issued, has landed; a fence is done; the source has ended) and asks `decide()` what to do next.
 
     window = Window(size=2)
-    window.stage({"gpu:0": 1024})
-    window.call()                       # next(0)
+    window.stage({"gpu:0": 1024}); window.call()        # next(0)
     window.decide()                     # Action(do=Do.ISSUE, batch=0)
-    window.issue()
-    window.decide()                     # Action(do=Do.HAND_OUT, batch=0)
-    window.hand_out()
 
 Theory of operation. A GPU client lets a copy into new memory start only when the compute that was enqueued before the
 put has finished, a queued copy holds its memory, and memory of a dropped array is reusable at once, in stream order.
@@ -74,6 +70,7 @@ class Window:
         self._settled = 0  # batches below this have been settled
         self._fenced = -1  # the last step with a fence; fences finish in order
         self._refusals = 0  # times the next batch was refused by the device
+        self.source_is_late = False  # a fact: it may wait for host memory of batches that are owed a landing
         self._staged: dict[int, InFlight] = {}  # by number; what has been issued since goes with the next one
         self._next_staged = 0  # number of the next batch to stage
         self._flight = Flight(by_fence=released_by == "fence", gives_back=delete_used)
@@ -137,7 +134,7 @@ class Window:
     def stage(self, cost: Cost, *, foreign: bool = False, out: Cost | None = None) -> None:
         """One more batch can be issued; its hand-out adds `out`."""
         self._legal(not self.ended, "a batch was staged after the end")
-        number = self._next_staged
+        number, self.source_is_late = self._next_staged, False
         self._staged[number] = InFlight(cost, out or {}, foreign)
         self._next_staged = number + 1
 
@@ -246,6 +243,8 @@ class Window:
     def _without_batch(self, k: int) -> Action:
         """Batch k has not been issued."""
         if not self.staged:
+            if self.source_is_late and not self.ended and (owed := self._flight.newest_owed) is not None:
+                return Action(Do.PROVE_LANDING, owed)
             return Action(Do.END if self.ended else Do.AWAIT_SOURCE, k)
         if (waiting := self._first_waiting()) is not None:
             return waiting

@@ -126,6 +126,7 @@ class Pipeline:
                 self._end = End(error)
             else:
                 if item is not None:
+                    self._offer = None  # it is the batch's now, whatever strikes from here on
                     return item
                 number += 1  # that one is left out if it was the last
         self._take_back()
@@ -134,11 +135,12 @@ class Pipeline:
     def forget(self) -> None:
         """The batch staged last is in safe hands."""
         self._raw.clear()
-        self._offer = None
 
     def close(self) -> None:
         """Closes the iterator; what that raises is logged, for the pass is over."""
         self.times.inside = "closing the source"
+        self._take_back()
+        self._raw.clear()
         iterator = self.take_iterator()
         try:
             close_iterator(iterator)
