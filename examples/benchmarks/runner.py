@@ -98,7 +98,7 @@ def _run(part: str, function: str, script: str, options: argparse.Namespace, sec
     if options.tiny:
         return _run_part(part, function, _settings(options)) == 0
     (options.out / f"{part}.json").unlink(missing_ok=True)
-    worker = subprocess.Popen([sys.executable, script, *sys.argv[1:], "--worker", part])
+    worker = subprocess.Popen([sys.executable, script, *sys.argv[1:], "--worker", part], start_new_session=True)
     try:
         status = worker.wait(min(PART_TIMEOUT_S, seconds_left + 30))
     except subprocess.TimeoutExpired:
@@ -108,6 +108,8 @@ def _run(part: str, function: str, script: str, options: argparse.Namespace, sec
         except subprocess.TimeoutExpired:
             worker.kill()
             status = worker.wait()
+    with contextlib.suppress(ProcessLookupError):  # what it has started and left would slow down the parts that follow
+        os.killpg(worker.pid, signal.SIGKILL)
     if not (options.out / f"{part}.json").exists():
         return _give_up(part, options, f"the process ended with status {status}")
     return status == 0
