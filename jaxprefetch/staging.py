@@ -3,7 +3,6 @@
 Synopsis:
 
     stager = Stager(Placement(sharding), StagingOptions())
-    stager.begin_pass()
     staged = stager.stage(batch, 0, reserve)   # on the reader's thread
     arrays = staged.plan.put(staged.leaves)    # on the consumer's thread
 """
@@ -115,8 +114,7 @@ class Stager:
         Blocking: in `reserve`, which is told how many bytes of host memory the batch takes.
 
         Raises:
-            TypeError: `spec` is no such description.
-            TypeError, ValueError: such a batch cannot go where it should.
+            TypeError, ValueError: `spec` is no such description, or such a batch cannot go where it should.
         """
         with Noted(f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}"):
             return self._offer(spec, number, reserve)

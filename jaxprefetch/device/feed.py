@@ -72,14 +72,10 @@ class Feed:
     def next(self) -> Any:
         """The next batch. Blocking: for the source, for room, and until the batch handed out last has landed.
 
-        Raises:
-            StopIteration: the source has ended, or the feed was closed.
-            Exception: what the source, staging or putting raised, every time again.
+        Raises what the source, staging or putting raised, every time again; StopIteration at the end or when closed.
         """
-        window = self.window
+        window, started, waited_for_source = self.window, time.perf_counter(), self.times.source_ns
         window.call()
-        started = time.perf_counter()
-        waited_for_source = self.times.source_ns
         while not self.closed:
             self._look()
             do, number = window.decide()
