@@ -34,6 +34,7 @@ from jaxprefetch.host.leaves import (
     plain,
     zero_beyond,
 )
+from jaxprefetch.host.pipeline import Reserve
 from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
 from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_names, named, signature
 from jaxprefetch.offer import Offer, stand_in
@@ -108,7 +109,7 @@ class Stager:
         """Batch numbers start again, and the rows to compare with, unless they are those of a batch 0 taken before."""
         self._policy = LastBatch(self._options.last_batch, rows)
 
-    def offer(self, spec: Any, number: int, reserve: Callable[[int], None]) -> Offer:
+    def offer(self, spec: Any, number: int, reserve: Reserve) -> Offer:
         """Host memory that the source can write a batch into, which it describes by shapes and dtypes.
 
         Blocking: in `reserve`, which is told how many bytes of host memory the batch takes.
@@ -119,7 +120,7 @@ class Stager:
         with Noted(f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}"):
             return self._offer(spec, number, reserve)
 
-    def stage(self, raw: Any, number: int, reserve: Callable[[int], None]) -> Staged | None:
+    def stage(self, raw: Any, number: int, reserve: Reserve) -> Staged | None:
         """One batch ready to be put, or an offer that has been written; None for a short last one that is left out.
 
         Blocking: in `reserve`, which is told how many bytes of host memory the batch takes.
@@ -131,7 +132,7 @@ class Stager:
         with Noted(f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}"):
             return self._stage(raw, number, reserve)
 
-    def _offer(self, spec: Any, number: int, reserve: Callable[[int], None]) -> Offer:
+    def _offer(self, spec: Any, number: int, reserve: Reserve) -> Offer:
         spec = plain(spec)
         leaves, treedef = jax.tree_util.tree_flatten(spec)
         structure = self._structure(spec, treedef, number)
@@ -150,7 +151,7 @@ class Stager:
         reserve(plan.host_bytes)
         return Offer(number, whole, length, plan, order, self._memory.take(plan.host_bytes))
 
-    def _stage(self, raw: Any, number: int, reserve: Callable[[int], None]) -> Staged | None:
+    def _stage(self, raw: Any, number: int, reserve: Reserve) -> Staged | None:
         offer = raw if isinstance(raw, Offer) else None
         parts = self._apart(raw, number) if offer is None else offer.parts()
         layout, leaves = self._layout(parts, number), list(parts.leaves)

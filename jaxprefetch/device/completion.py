@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxprefetch.device.context import Device, compiled_as_ever, in_clean_thread
+from jaxprefetch.device.pinning import GPU_PLATFORMS
 
 MARKER_BYTES = 64
 
@@ -30,7 +31,7 @@ def memory_in_compute_order(devices: Sequence[Device]) -> bool:
 
     References: `kComputeSynchronized` in XLA's `pjrt/se/local_device_state.h`: GPU clients only.
     """
-    return bool(devices) and all(device.platform in ("gpu", "cuda", "rocm") for device in devices)
+    return bool(devices) and all(device.platform in GPU_PLATFORMS for device in devices)
 
 
 def dispatch_fence(devices: Sequence[Device]) -> list[jax.Array]:

@@ -135,12 +135,7 @@ def _transformed(plan: Plan, leaves: Sequence[Any], on_device: OnDevice, context
         trees.append(tree)
         return outs
 
-    def compiled() -> tuple[Any, Any]:
-        with context.entered():
-            traced = jax.jit(jaxprefetch_on_device).trace(*structs)
-            return traced.out_info, traced.lower().compile()
-
-    infos, call = in_clean_thread(compiled)
+    infos, call = in_clean_thread(lambda: _compiled(jaxprefetch_on_device, structs, context))
     specs = [_spec(*pair) for pair in zip(infos, call.output_shardings, strict=True)]
     costs = [leaf_cost(spec.shape, spec.dtype.itemsize, spec.sharding) for spec in specs]
     first, out = n + (packing is not None), total(costs)
@@ -155,6 +150,13 @@ def _transformed(plan: Plan, leaves: Sequence[Any], on_device: OnDevice, context
         inputs=tuple(inputs),
         call=call,
     )
+
+
+def _compiled(function: Callable[..., Any], structs: Sequence[Any], context: Context) -> tuple[Any, Any]:
+    """What the function returns for such arguments, and the call that does."""
+    with context.entered():
+        traced = jax.jit(function).trace(*structs)
+        return traced.out_info, traced.lower().compile()
 
 
 def _with_host_leaves(tree: Any, first: int) -> tuple[tuple[int, ...], Any]:
