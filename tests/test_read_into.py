@@ -40,6 +40,16 @@ def assert_same(batches: Any, expected: Any) -> None:
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(out), raw)
 
 
+def taken_through_two_interrupts(batches: Any) -> list[Any]:
+    """All batches, of which the second is interrupted twice."""
+    taken = [next(batches)]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+    taken += batches
+    return taken
+
+
 # ---- what arrives
 
 
@@ -427,11 +437,7 @@ def test_an_interrupted_read_is_repeated() -> None:
             return super().read_into(out)
 
     with prefetch_to_device(Interrupted(arrays(24), 8), host_size=0, size=1) as batches:
-        taken = [next(batches)]
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                next(batches)
-        taken += batches
+        taken = taken_through_two_interrupts(batches)
     assert_same(taken, parts(arrays(24), 8))
 
 
@@ -460,11 +466,7 @@ def test_a_batch_whose_staging_was_interrupted_is_not_read_again() -> None:
 
     source = Rude(arrays(24), 8)
     with prefetch_to_device(source, host_size=0, size=1, keep_on_host=keep) as batches:
-        taken = [next(batches)]
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                next(batches)
-        taken += batches
+        taken = taken_through_two_interrupts(batches)
     assert_same(taken, parts(arrays(24), 8))
     assert source.calls == 4
 

@@ -513,6 +513,16 @@ def test_bytes_are_limited_on_each_device():
 # ---- what hand-outs add
 
 
+def assert_keeps_ahead(window: Window, ahead: int, most: int) -> None:
+    """Five calls hand out with so many batches ahead, and no device ever holds more bytes than `most`."""
+    for _ in range(5):
+        window.call()
+        follow(window, Do.HAND_OUT)
+        assert window.issued - window.taken == ahead
+        window.hand_out()
+    assert window.peak_bytes <= most
+
+
 def making(window: Window, batches: int, out: int = 10, **options) -> None:
     """Stages batches whose hand-out adds so many bytes."""
     for _ in range(batches):
@@ -540,12 +550,7 @@ def test_a_batch_is_issued_only_if_every_hand_out_will_find_room(most: int, ahea
     """With delete_used: what is ahead and what one hand-out adds; the batch before is gone by then."""
     window = Window(3, delete_used=True, max_bytes=most)
     making(window, 9)
-    for _ in range(5):
-        window.call()
-        follow(window, Do.HAND_OUT)
-        assert window.issued - window.taken == ahead
-        window.hand_out()
-    assert window.peak_bytes <= most
+    assert_keeps_ahead(window, ahead, most)
 
 
 @pytest.mark.parametrize(("most", "ahead"), [(40, 1), (49, 1), (50, 2), (60, 3)])
@@ -554,12 +559,7 @@ def test_the_outputs_of_the_batch_before_count(most: int, ahead: int):
     window = Window(3, max_bytes=most)
     making(window, 9)
     take(window)
-    for _ in range(5):
-        window.call()
-        follow(window, Do.HAND_OUT)
-        assert window.issued - window.taken == ahead
-        window.hand_out()
-    assert window.peak_bytes <= most
+    assert_keeps_ahead(window, ahead, most)
 
 
 def test_a_later_batch_with_large_outputs_is_held_back():
