@@ -186,3 +186,12 @@ def test_a_mask_key_that_cannot_be_sorted_among_the_keys_is_an_error() -> None:
         next(batches)
         with pytest.raises(ValueError, match=text):
             next(batches)
+
+
+def test_a_node_that_checks_its_fields_passes_through_on_device() -> None:
+    """What on_device returns is rebuilt from arrays only, and element_spec alone raises what the class refuses."""
+    with prefetch_to_device([Checked(rows())] * 3, on_device=lambda batch: Checked(batch.x * 2)) as batches:
+        for out in batches:
+            np.testing.assert_array_equal(out.x, rows() * 2)
+        with pytest.raises(TypeError, match="two axes, got ShapeDtypeStruct"):
+            _ = batches.element_spec

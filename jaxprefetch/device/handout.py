@@ -12,6 +12,7 @@ The call is dispatched at the hand-out, behind the step before: earlier it would
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,13 +32,18 @@ class Delivery:
     """How batches of one plan become what the loop gets."""
 
     treedef: Any
-    spec: Any  # the tree of shapes, dtypes and shardings
+    specs: tuple[Any, ...] | None  # shapes, dtypes and shardings of its leaves; None: as the plan has them
     order: tuple[int, ...]  # its leaves among the parcels and, after these, what the call makes
     largest: int | None  # of the leaves that were made here
     out: Cost  # bytes that the call adds on each device
     most: int  # bytes of a batch on its fullest device, with these
     inputs: tuple[int, ...] = ()  # parcels that the call takes
     call: Callable[..., list[jax.Array]] | None = None
+
+    @property
+    def spec(self) -> Any:
+        """The tree of these, as `jax.eval_shape` would give it; made when asked for, for a node may refuse it."""
+        return None if self.specs is None else jax.tree_util.tree_unflatten(self.treedef, self.specs)
 
     def dispatch(self, parcels: Sequence[Any]) -> list[jax.Array]:
         """What is made on the devices, without waiting for it."""
@@ -94,7 +100,7 @@ def _unpacked(plan: Plan, packing: Packing, context: Context) -> Delivery:
     out = total(plan.leaves[i].cost for i in places)
     return Delivery(
         treedef=plan.treedef,
-        spec=None,
+        specs=None,
         order=tuple(places.get(i, i) for i in range(n)),
         largest=_argmax(sizes),
         out=out,
@@ -120,7 +126,8 @@ def _transformed(plan: Plan, leaves: Sequence[Any], on_device: OnDevice, context
     if packing:
         inputs.append(n)
         structs.append(buffer_struct(packing))
-    trees: list[Any] = []  # what `on_device` returned, when it was traced
+    first = n + (packing is not None)  # what the call makes comes after the parcels
+    traces: list[Any] = []  # which leaf goes where in what `on_device` returned, and the tree of that
 
     def jaxprefetch_on_device(*parcels: Any) -> list[Any]:
         batch: list[Any] = [OnHost(i) for i in range(n)]
@@ -131,18 +138,17 @@ def _transformed(plan: Plan, leaves: Sequence[Any], on_device: OnDevice, context
             for i, leaf in zip(packed, packing.unpack(parcels[-1]), strict=True):
                 batch[i] = leaf
         out = on_device(jax.tree_util.tree_unflatten(plan.treedef, batch))
-        outs, tree = jax.tree_util.tree_flatten(out)
-        trees.append(tree)
+        outs, *trace = _apart(out, first)
+        traces.append(trace)
         return outs
 
     infos, call = in_clean_thread(lambda: _compiled(jaxprefetch_on_device, structs, context))
     specs = [_spec(*pair) for pair in zip(infos, call.output_shardings, strict=True)]
     costs = [leaf_cost(spec.shape, spec.dtype.itemsize, spec.sharding) for spec in specs]
-    first, out = n + (packing is not None), total(costs)
-    order, treedef = _with_host_leaves(trees[-1], first)
+    out, (order, treedef) = total(costs), traces[-1]
     return Delivery(
         treedef=treedef,
-        spec=jax.tree_util.tree_unflatten(treedef, [plan.leaves[i].spec if i < n else specs[i - first] for i in order]),
+        specs=tuple(plan.leaves[i].spec if i < n else specs[i - first] for i in order),
         order=order,
         largest=_argmax({place: sum(costs[i - first].values()) for place, i in enumerate(order) if i >= first}),
         out=out,
@@ -159,11 +165,12 @@ def _compiled(function: Callable[..., Any], structs: Sequence[Any], context: Con
         return traced.out_info, traced.lower().compile()
 
 
-def _with_host_leaves(tree: Any, first: int) -> tuple[tuple[int, ...], Any]:
-    """Which leaf goes where, and the tree in which those that stayed on the host are leaves again."""
-    outs = jax.tree_util.tree_unflatten(tree, range(first, first + tree.num_leaves))
-    leaves, treedef = jax.tree_util.tree_flatten(outs, is_leaf=lambda x: isinstance(x, OnHost))
-    return tuple(leaf.leaf if isinstance(leaf, OnHost) else leaf for leaf in leaves), treedef
+def _apart(out: Any, first: int) -> tuple[list[Any], tuple[int, ...], Any]:
+    """What was made, which leaf goes where (made ones from `first` on), and the tree, in which host leaves count."""
+    leaves, treedef = jax.tree_util.tree_flatten(out, is_leaf=lambda x: isinstance(x, OnHost))
+    numbers = itertools.count(first)
+    order = tuple(leaf.leaf if isinstance(leaf, OnHost) else next(numbers) for leaf in leaves)
+    return [leaf for leaf in leaves if not isinstance(leaf, OnHost)], order, treedef
 
 
 def _struct(plan: LeafPlan, leaf: Any) -> jax.ShapeDtypeStruct:
