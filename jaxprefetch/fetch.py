@@ -189,7 +189,7 @@ class HostFetcher(Generic[T]):
 
     def _joined(self, part: LocalPart, pieces: Sequence[np.ndarray]) -> np.ndarray:
         whole = np.empty(part.shape, pieces[0].dtype)
-        self._copier.copy((whole[place], piece) for place, piece in zip(part.places, pieces, strict=True))
+        self._copier.copy([(whole[place], piece) for place, piece in zip(part.places, pieces, strict=True)])
         whole.flags.writeable = False  # as all the others
         return whole
 

@@ -10,9 +10,9 @@ Synopsis:
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -47,8 +47,7 @@ class Structure:
     named: tuple[bool, ...]  # by keep_on_host, as far as that gives names
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """A batch taken apart: the tree, how such trees are staged, which leaves stay on the host, the leaves."""
 
     batch: Any
@@ -79,9 +78,7 @@ class Layout:
 
     def rows(self, leaves: Sequence[Any]) -> int | None:
         """The batch's rows; None when no leaf tells."""
-        if self._rows_leaf is None:
-            return None
-        return np.shape(leaves[self._rows_leaf])[self._options.batch_axis]
+        return None if self._rows_leaf is None else leaves[self._rows_leaf].shape[self._options.batch_axis]
 
     def length(self, leaves: Sequence[Any]) -> int | None:
         """How far the batch goes along axis 0, where sources write; None when no leaf has that axis."""
@@ -138,8 +135,12 @@ class Layout:
         return target, np.broadcast_to(np.empty((), leaf.dtype), shape)
 
 
-def signature(leaf: Any) -> Any:
-    """What leaves have in common that travel in the same way."""
+def signatures(leaves: Iterable[Any]) -> list[Any]:
+    """What batches have in common whose leaves travel in the same way."""
+    return [(leaf.shape, leaf.dtype) if type(leaf) is np.ndarray else _signature(leaf) for leaf in leaves]
+
+
+def _signature(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.shape, leaf.dtype
     if isinstance(leaf, jax.Array):

@@ -12,7 +12,6 @@ written into an array of its own.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from jaxprefetch.device.plan import Plan
 from jaxprefetch.host.leaves import zero_beyond
 from jaxprefetch.host.slots import Fresh, Slot
 from jaxprefetch.layout import Parts
+from jaxprefetch.stowage import Stowage
 
 
 class Offer:
@@ -49,11 +49,11 @@ class Offer:
         self.plan, self.slot = plan, slot
         self.rows: list[Any] = []
         self._number, self._whole, self._length = number, whole, length
-        self._places = {} if plan is None else _places(whole, plan, order, slot)
+        self._places = {} if plan is None else _places(whole, plan, order, slot.once(plan, Stowage))
         self._written: list[np.ndarray] = []
         for at, leaf in enumerate(whole.leaves):
             place = _begin(self._places.get(at), leaf.shape)
-            self._written.append(np.empty(leaf.shape, leaf.dtype) if place is None else place)
+            self._written.append(np.empty(leaf.shape, leaf.dtype) if place is None else place.view())
         self.out = jax.tree_util.tree_unflatten(whole.structure.treedef, self._written)
 
     @property
@@ -69,7 +69,14 @@ class Offer:
         """What was written: the leaves that are as long as the batch as far as the source has come, others whole."""
         rows, length = self._count(), self._length
         leaves = [leaf[:rows] if leaf.ndim and len(leaf) == length else leaf for leaf in self._written]
-        return dataclasses.replace(self._whole, leaves=leaves)
+        return self._whole._replace(leaves=leaves)
+
+    def is_laid_out_for(self, plan: Plan) -> bool:
+        """Whether leaves of this plan have their places in the slot; else these may overlap with what was written."""
+        offered = self.plan
+        return offered is not None and (
+            plan is offered or (plan.offsets, plan.packing) == (offered.offsets, offered.packing)
+        )
 
     def in_place(self, at: int, leaf: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
         """What to send for a leaf that lies in the slot: zero beyond its rows. None where it has to be copied."""
@@ -119,12 +126,12 @@ def _stand_in(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.broadcast_to(np.empty((), dtype), shape)
 
 
-def _places(whole: Parts, plan: Plan, order: Sequence[int], slot: Slot | Fresh) -> dict[int, np.ndarray]:
+def _places(whole: Parts, plan: Plan, order: Sequence[int], stowage: Stowage) -> dict[int, np.ndarray]:
     """Arrays in the slot with room for padding, by leaf: of those that can be sent from there as they are written."""
     places = {}
     for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
-        if i in plan.offsets and at < len(whole.leaves) and whole.leaves[at].dtype == leaf_plan.dtype:
-            place = slot.view(plan.offsets[i], leaf_plan.dtype, leaf_plan.shape)
+        if at < len(whole.leaves) and whole.leaves[at].dtype == leaf_plan.dtype:
+            place = stowage.written(i)
             if _begin(place, whole.leaves[at].shape) is not None:
                 places[at] = place
     return places

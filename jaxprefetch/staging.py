@@ -10,8 +10,7 @@ Synopsis:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,20 +29,18 @@ from jaxprefetch.host.leaves import (
     is_number,
     leaf_paths,
     memory_of,
-    padded,
     plain,
-    zero_beyond,
 )
 from jaxprefetch.host.pipeline import Reserve
 from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
-from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_names, named, signature
+from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_names, named, signatures
 from jaxprefetch.offer import Offer, stand_in
 from jaxprefetch.recent import Recent
 from jaxprefetch.shapes import Shapes
+from jaxprefetch.stowage import Stowage
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(NamedTuple):
     """A batch from which can be sent: its leaves are in host memory of their own, or arrays on devices already."""
 
     leaves: list[Any]
@@ -173,15 +170,19 @@ class Stager:
 
     def _apart(self, raw: Any, number: int) -> Parts:
         leaves, treedef = jax.tree_util.tree_flatten(raw)
-        if any(type(leaf) is not np.ndarray and isinstance(leaf, Mapping) for leaf in leaves):
+        plain_arrays = set(map(type, leaves)) == {np.ndarray}
+        if not plain_arrays and any(isinstance(leaf, Mapping) for leaf in leaves):
             raw = plain(raw)
             leaves, treedef = jax.tree_util.tree_flatten(raw)
         structure = self._structure(raw, treedef, number)
         kept = self._kept(structure, leaves)
-        leaves = [
-            leaf if keep or type(leaf) is np.ndarray else self._on_host(leaf, target, f"Batch {number}, leaf {path}")
-            for leaf, keep, target, path in zip(leaves, kept, structure.targets, structure.paths, strict=True)
-        ]
+        if not plain_arrays:
+            leaves = [
+                leaf
+                if keep or type(leaf) is np.ndarray
+                else self._on_host(leaf, target, f"Batch {number}, leaf {path}")
+                for leaf, keep, target, path in zip(leaves, kept, structure.targets, structure.paths, strict=True)
+            ]
         return Parts(raw, structure, kept, leaves)
 
     # ---- what is cached
@@ -196,8 +197,10 @@ class Stager:
         return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._names))
 
     def _layout(self, parts: Parts, number: int) -> Layout:
-        signatures = [signature(leaf) for leaf, keep in zip(parts.leaves, parts.kept, strict=True) if not keep]
-        key = parts.structure, parts.kept, signatures
+        leaves = parts.leaves
+        if True in parts.kept:
+            leaves = [leaf for leaf, keep in zip(leaves, parts.kept, strict=True) if not keep]
+        key = parts.structure, parts.kept, signatures(leaves)
         return self._layouts.get(key, lambda: Layout(parts, self._options, number))
 
     # ---- each batch
@@ -218,21 +221,36 @@ class Stager:
         self, offer: Offer, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int
     ) -> Staged:
         """What the source has written, sent from where it lies; what cannot be is copied beside it."""
+        as_offered = offer.is_laid_out_for(plan)
         out: list[Any] = []
         copied: list[int] = []
         for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
             leaf = leaves[at] if at < len(leaves) else np.arange(leaf_plan.shape[0]) < rows
-            placed = offer.in_place(at, leaf, leaf_plan.shape)
+            placed = offer.in_place(at, leaf, leaf_plan.shape) if as_offered or i in plan.offsets else None
             if leaf_plan.made and placed is None:
                 leaf = self._checked(leaf, leaf_plan, number)
                 copied.append(i)
             out.append(leaf if placed is None else placed)
-        as_offered = offer.plan is not None and plan.offsets == offer.plan.offsets  # else places overlap
-        self._copy(plan, out, copied, offer.slot if as_offered else Fresh())
-        return Staged(out, plan, offer.slot)
+        return Staged(self._copied(plan, out, copied, offer.slot if as_offered else Fresh()), plan, offer.slot)
 
     def _own(self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int) -> Staged:
         """Host memory of our own for every leaf that needs it."""
+        copied: Sequence[int]
+        if plan.plain and len(order) == len(leaves) and not self._options.fresh_buffers:
+            copied = range(len(leaves))
+        else:
+            leaves, copied = self._to_copy(plan, order, leaves, rows, number)
+        slot = self._memory.take(plan.host_bytes) if copied else Fresh()
+        try:
+            return Staged(self._copied(plan, leaves, copied, slot), plan, slot)
+        except BaseException:
+            slot.free()
+            raise
+
+    def _to_copy(
+        self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int
+    ) -> tuple[list[Any], list[int]]:
+        """The leaves in the plan's order, and which of them cannot go as they are."""
         out: list[Any] = []
         copied: list[int] = []
         separate = Separate()
@@ -246,35 +264,15 @@ class Stager:
                 if not (is_number(leaf) or (alone and self._goes_as_it_is(leaf, leaf_plan, separate))):
                     copied.append(i)
             out.append(leaf)
-        slot = self._memory.take(plan.host_bytes) if copied else Fresh()
-        try:
-            self._copy(plan, out, copied, slot)
-        except BaseException:
-            slot.free()
-            raise
-        return Staged(out, plan, slot)
+        return out, copied
 
-    def _copy(self, plan: Plan, leaves: list[Any], which: Sequence[int], slot: Slot | Fresh) -> None:
-        """Copies leaves to where they are sent from; those that travel packed leave a buffer at the end instead."""
-        pairs = []
-        for i in which:
-            if i in plan.offsets:
-                leaf, leaf_plan = leaves[i], plan.leaves[i]
-                leaves[i] = slot.view(plan.offsets[i], leaf_plan.dtype, leaf_plan.shape)
-                pairs.append((zero_beyond(leaves[i], leaf.shape), leaf))
-            elif i in plan.by_shard:
-                start, rows = plan.by_shard[i]
-                region = slot.view(start, np.dtype(np.uint8), (rows.count, rows.stride))
-                pairs.append(rows.pair(region, padded(leaves[i], plan.leaves[i].shape)))
-                leaves[i] = rows.view(region)
-        if (packing := plan.packing) is not None:
-            buffer = slot.view(plan.offsets[len(leaves)], np.dtype(np.uint8), packing.shape)
-            packed = [padded(leaves[part.leaf], plan.leaves[part.leaf].shape) for part in packing.parts]
-            pairs += packing.fill(buffer, packed)
-            for part in packing.parts:
-                leaves[part.leaf] = None
-            leaves.append(buffer)
-        self._copier.copy(pairs)
+    def _copied(self, plan: Plan, leaves: list[Any], which: Sequence[int], slot: Slot | Fresh) -> list[Any]:
+        """What to put, once these leaves are where they are sent from."""
+        if not (which or plan.packing):
+            return leaves
+        stowage = slot.once(plan, Stowage)
+        self._copier.copy(stowage.pairs(leaves, which))
+        return stowage.parcels(leaves, which)
 
     def _kept_leaf(self, leaf: Any, separate: Separate) -> Any:
         if self._options.fresh_buffers and ((memory := memory_of(leaf)) is None or separate.claims(memory)):

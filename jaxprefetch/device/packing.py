@@ -3,7 +3,7 @@
 Synopsis:
 
     packing = find_packing(leaf_plans, known=set())  # None where it does not pay
-    rest = packing.fill(buffer, leaves)              # on the host; what is not copied here is copied as any leaf
+    places = [packing.place(buffer, part) for part in packing.parts]  # on the host, to copy the leaves there
     arrays = packing.unpack(buffer)                  # traceable, once the buffer is on its devices
 
 A put costs the host about as much for 64 bytes as for 64 kilobytes. Each device gets one row of the buffer, with its
@@ -36,9 +36,6 @@ LARGEST_BYTES = 1 << 20
 
 MOST_BYTES = 32 << 20
 """Of the leaves that travel together: on a device the batch in the loop's hands is there twice, packed and unpacked."""
-
-HELD_BYTES = 64 << 10
-"""Smaller leaves are copied without letting go of the GIL, which the loop's thread would take after each."""
 
 FEWEST_LEAVES = 3
 """Fewer are not worth the call that takes them apart."""
@@ -84,26 +81,10 @@ class Packing:
         """Bytes of the buffer on each device."""
         return dict.fromkeys(local_devices(self.target.sharding), self.shape[-1])
 
-    def fill(self, buffer: np.ndarray, leaves: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Copies small leaves into the buffer; returns what is left to copy: where to, and what."""
-        rest, raw = [], buffer.data if len(self.shape) == 1 else None
-        for position, (part, leaf) in enumerate(zip(self.parts, leaves, strict=True)):
-            if raw is not None and leaf.nbytes <= HELD_BYTES and leaf.dtype == part.dtype:
-                try:
-                    raw[part.offset : part.end] = leaf.data.cast("B")
-                    continue
-                except (TypeError, ValueError):  # not contiguous, or of a type that buffers do not know
-                    pass
-            rest.append(self.pair(buffer, position, leaf))
-        return rest
-
-    def pair(self, buffer: np.ndarray, position: int, leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the leaf at this position goes in the buffer, and the leaf in the form in which it is copied there."""
-        part = self.parts[position]
+    def place(self, buffer: np.ndarray, part: Part) -> np.ndarray:
+        """Where a leaf goes in the buffer on the host, divided by `part.split` if there is one."""
         place = buffer[..., part.offset : part.end].view(part.dtype)
-        if part.split is None:
-            return place.reshape(part.shape), leaf
-        return place.reshape((*self._mesh_shape, *part.shape)), part.split.view(leaf)
+        return place.reshape(part.shape if part.split is None else (*self._mesh_shape, *part.shape))
 
     def unpack(self, buffer: Any) -> list[Any]:
         """The leaves, each with the sharding that it would have alone; for use under `jax.jit`."""
@@ -180,7 +161,7 @@ def buffer_struct(packing: Packing) -> jax.ShapeDtypeStruct:
 
 def _group(leaf: Any) -> Any:
     """What leaves must have in common to share a buffer; None for one that travels alone."""
-    if not (leaf.from_array and _has_whole_bytes(leaf.dtype)):
+    if not (leaf.source is not None and _has_whole_bytes(leaf.dtype)):
         return None
     sharding, devices = leaf.target.sharding, local_devices(leaf.target.sharding)
     if any(device.platform not in PLATFORMS for device in devices):

@@ -48,7 +48,7 @@ class LeafPlan:
     dtype: np.dtype
     spec: Any  # what is delivered
     cost: Cost
-    from_array: bool = False  # made from a NumPy array
+    source: np.dtype | None = None  # of the NumPy array that it is made from
 
     @property
     def made(self) -> bool:
@@ -82,6 +82,7 @@ class Plan:
     host_bytes: int  # of these, with what lies between them
     foreign: tuple[int, ...]
     made: tuple[int, ...]  # made from host data
+    plain: bool  # every leaf is made from a NumPy array of its dtype
     transfer: Transfer
 
     @classmethod
@@ -92,7 +93,7 @@ class Plan:
         packed = {part.leaf for part in packing.parts} if packing else set()
         alone = {i: leaf for i, leaf in enumerate(leaves) if leaf.target is not None and i not in packed}
         targets: dict[int, Target] = {i: leaf.target for i, leaf in alone.items() if leaf.target}
-        rows = {i: leaf.shard_rows() for i, leaf in alone.items() if leaf.made and leaf.from_array}
+        rows = {i: leaf.shard_rows() for i, leaf in alone.items() if leaf.made and leaf.source is not None}
         rows = {i: shards for i, shards in rows.items() if shards is not None}
         sizes = {i: rows[i].nbytes if i in rows else leaf.nbytes for i, leaf in alone.items() if leaf.made}
         costs = [leaf.cost for leaf in alone.values()]
@@ -112,6 +113,7 @@ class Plan:
             host_bytes=host_bytes,
             foreign=tuple(i for i, leaf in alone.items() if leaf.foreign),
             made=tuple(sizes),
+            plain=all(leaf.made and leaf.source is not None and leaf.source == leaf.dtype for leaf in leaves),
             transfer=_transfer(targets, sizes.keys(), rows, context),
         )
 
@@ -215,7 +217,8 @@ def plan_leaf(path: str, target: Target | None, leaf: Any, *, number: int, batch
         raise ValueError(f"{where}: shape {shape} does not fit {sharding}: {error}") from None
     weak = leaf.weak_type if foreign and hasattr(leaf, "weak_type") else is_weak(leaf) and target.is_local
     spec = jax.ShapeDtypeStruct(whole, dtype, sharding=sharding, weak_type=weak)
-    return LeafPlan(path, target, foreign, shape, dtype, spec, cost, from_array=isinstance(leaf, np.ndarray))
+    source = leaf.dtype if isinstance(leaf, np.ndarray) else None
+    return LeafPlan(path, target, foreign, shape, dtype, spec, cost, source)
 
 
 def check_splits(target: Target, shape: Sequence[int], where: str, batch_axis: int) -> None:

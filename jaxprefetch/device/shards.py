@@ -67,8 +67,8 @@ class ShardRows:
     count: int
     stride: int
     of_device: dict[Device, int]
+    split: Split  # the form in which it is copied there
     _mesh_shape: tuple[int, ...]  # of the axes that split the leaf
-    _split: Split
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: np.dtype, sharding: NamedSharding, alignment: int) -> ShardRows:
@@ -83,7 +83,7 @@ class ShardRows:
         numbers = np.broadcast_to(numbers, mesh.devices.shape)
         of_device = dict(zip(mesh.devices.flat, numbers.ravel().tolist(), strict=True))
         split = Split.of(shape, sharding, names)
-        return cls(shard, dtype, math.prod(sizes), stride, of_device, sizes, split)
+        return cls(shard, dtype, math.prod(sizes), stride, of_device, split, sizes)
 
     @property
     def nbytes(self) -> int:
@@ -95,9 +95,9 @@ class ShardRows:
         nbytes = math.prod(self.shape) * self.dtype.itemsize
         return region[:, :nbytes].view(self.dtype).reshape((self.count, *self.shape))
 
-    def pair(self, region: np.ndarray, leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the leaf goes in that memory, and the leaf in the form in which it is copied there."""
-        return self.view(region).reshape((*self._mesh_shape, *self.shape)), self._split.view(leaf)
+    def place(self, region: np.ndarray) -> np.ndarray:
+        """Where the leaf goes in that memory, divided by `split`."""
+        return self.view(region).reshape((*self._mesh_shape, *self.shape))
 
 
 def scatters(shape: Sequence[int], sharding: NamedSharding) -> bool:

@@ -10,22 +10,24 @@ The threads are shared by all copiers of the process, and end with the last of t
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import TypeVar
 
 import numpy as np
 
 from jaxprefetch.host.memory import usable_cores
 
-# Measured by examples/benchmarks/copying.py: on 16 cores one thread copies 7 to 11 GiB/s, 8 threads 32, 16 threads 44;
-# at 16 MiB 8 threads copy 35 in one piece each and 24 in pieces of half or twice that; waking one takes about 60 us.
+# Measured by examples/benchmarks/copying.py: on 16 cores one thread copies 7 to 11 GiB/s, 8 threads 32, 16 threads 44.
 MOST_THREADS = 16
-LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 1 << 20, 2 << 20
-PARALLEL_BYTES = 4 << 20
+LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 512 << 10, 2 << 20
+PARALLEL_BYTES = 1 << 20
 """What is smaller is copied on the calling thread."""
 
 HELD_BYTES = 64 << 10
@@ -38,7 +40,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 """Where to, and from where: the same shape."""
 
 _lock = threading.Lock()
-_pools: weakref.WeakValueDictionary[int, ThreadPoolExecutor] = weakref.WeakValueDictionary()  # guarded by _lock
+_pools: weakref.WeakValueDictionary[int, _Pool] = weakref.WeakValueDictionary()  # guarded by _lock
 
 
 def copying_threads() -> int:
@@ -57,65 +59,105 @@ class Copier:
         self.threads = copying_threads() if threads is None else threads
         self._pool = _pool(self.threads - 1) if self.threads > 1 else None
 
-    def copy(self, pairs: Iterable[Pair]) -> None:
+    def copy(self, pairs: Sequence[Pair]) -> None:
         """Copies each second array into the first, converted where the dtypes differ. Blocking: until it is done."""
-        pairs = list(pairs)
-        nbytes = sum(out.nbytes for out, _ in pairs)
+        nbytes = sum([out.nbytes for out, _ in pairs])
         if self._pool is None or nbytes < PARALLEL_BYTES:
-            _copy_all(deque([pairs]))
+            _copy_all(pairs)
         else:
             chunk = min(max(nbytes // self.threads, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
-            self._share(self._pool, deque(_portions(pairs, chunk)), _copy_all)
+            self._pool.share(_copy_all, _portions(pairs, chunk))
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Runs tasks that release the GIL, in any order. Blocking: until all are done; raises what one has raised."""
         if self._pool is None or len(tasks) < 2:
-            _run_all(deque(tasks))
+            for task in tasks:
+                task()
         else:
-            self._share(self._pool, deque(tasks), _run_all)
+            self._pool.share(_run, tasks)
 
-    def _share(self, pool: ThreadPoolExecutor, work: deque[T], do_all: Callable[[deque[T]], None]) -> None:
-        """Each thread takes from the same queue, so that none waits for a slower one."""
+
+class _Pool:
+    """Threads that help whoever shares out work; they end when nobody refers to the pool any more.
+
+    They are daemons that wait in one queue: a process ends, and a forked one goes on, as if they were not there.
+    Whoever shares waits only for those who have come. The pool of `concurrent.futures` takes as long as a copy of a
+    megabyte to hand over a task and to hear of its end.
+    """
+
+    def __init__(self, threads: int):
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = 0
+        weakref.finalize(self, _end, self._calls, threads).atexit = False
+        with contextlib.suppress(RuntimeError):  # no more threads to be had
+            for _ in range(threads):
+                threading.Thread(target=_serve, args=(self._calls,), name="jaxprefetch-copy", daemon=True).start()
+                self._threads += 1
+
+    def share(self, do: Callable[[T], object], items: Iterable[T]) -> None:
+        """Calls `do` for each item, here and on the threads. Blocking: until all have returned; raises what one has."""
+        work, came, left = deque(items), [], SimpleQueue()
+        help_out = functools.partial(_help, do, work, came, left)
+        for _ in range(min(self._threads, len(work) - 1)):
+            self._calls.put(help_out)
         try:
-            helpers = [pool.submit(do_all, work) for _ in range(min(self.threads, len(work)) - 1)]
-        except RuntimeError:  # the interpreter shuts down
-            helpers = []
-        try:
-            do_all(work)
+            while work:
+                try:
+                    item = work.popleft()
+                except IndexError:  # another thread was quicker
+                    break
+                do(item)
         finally:
-            wait(helpers)  # they write to memory that the caller gives away
-        for helper in helpers:
-            helper.result()
+            work.clear()  # who comes from now on finds nothing to do
+            errors = [left.get() for _ in list(came)]  # they write to memory that the caller gives away
+        for error in errors:
+            if error is not None:
+                raise error
 
 
-def _copy_all(work: deque[list[Pair]]) -> None:
-    with np.errstate(all="ignore"):  # a float64 that becomes an infinite float32 does so in jax.device_put, too
+def _help(do: Callable[[T], object], work: deque[T], came: list[None], left: SimpleQueue[BaseException | None]) -> None:
+    """Takes items as long as there are any. Says that it comes before it looks, so that it is waited for."""
+    came.append(None)
+    error = None
+    try:
         while work:
             try:
-                pairs = work.popleft()
-            except IndexError:  # another thread was quicker
-                return
-            for out, leaf in pairs:
-                _copy_one(out, leaf)
+                item = work.popleft()
+            except IndexError:
+                break
+            do(item)
+    except BaseException as e:  # raised where the work was shared out
+        error = e
+    left.put(error)
 
 
-def _copy_one(out: np.ndarray, leaf: np.ndarray) -> None:
-    if out.nbytes <= HELD_BYTES and out.dtype == leaf.dtype:
-        try:
-            out.data.cast("B")[:] = leaf.data.cast("B")
-            return
-        except (TypeError, ValueError):  # not contiguous, empty, or of a type that buffers do not know
-            pass
-    np.copyto(out, leaf, casting="unsafe")
+def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call
 
 
-def _run_all(work: deque[Task]) -> None:
-    while work:
-        try:
-            task = work.popleft()
-        except IndexError:
-            return
-        task()
+def _end(calls: SimpleQueue[Callable[[], None] | None], threads: int) -> None:
+    for _ in range(threads):
+        calls.put(None)
+
+
+def _run(task: Task) -> None:
+    task()
+
+
+def _copy_all(pairs: Iterable[Pair]) -> None:
+    for out, leaf in pairs:
+        if out.dtype != leaf.dtype:
+            with np.errstate(all="ignore"):  # a float64 that becomes an infinite float32 does so in jax.device_put, too
+                np.copyto(out, leaf, casting="unsafe")
+        elif out.nbytes > HELD_BYTES:
+            out[...] = leaf
+        else:
+            try:
+                out.data.cast("B")[:] = leaf.data.cast("B")
+            except (TypeError, ValueError):  # not contiguous, empty, or of a type that buffers do not know
+                out[...] = leaf
 
 
 def _portions(pairs: Iterable[Pair], chunk: int) -> Iterable[list[Pair]]:
@@ -147,10 +189,14 @@ def _chunks(out: np.ndarray, leaf: np.ndarray, chunk: int) -> list[Pair]:
     return [(out[part], leaf[part]) for part in parts]
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
-    """The process's pool of so many threads; when nobody refers to it any more, they end."""
+def _pool(threads: int) -> _Pool:
+    """The process's pool of so many threads."""
     with _lock:
         pool = _pools.get(threads)
         if pool is None:
-            pool = _pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="jaxprefetch-copy")
+            pool = _pools[threads] = _Pool(threads)
         return pool
+
+
+if hasattr(os, "register_at_fork"):  # the threads stay behind: copiers made in the child share pools of its own
+    os.register_at_fork(after_in_child=_pools.clear)

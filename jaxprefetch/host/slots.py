@@ -21,12 +21,15 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxprefetch.host.copying import Copier
 
 logger = logging.getLogger("jaxprefetch")
+K = TypeVar("K")
+T = TypeVar("T")
 
 ALIGNMENT = 64
 """Bytes between the starts of leaves; XLA's CPU client aliases memory so aligned, so no second copy is made there."""
@@ -47,6 +50,10 @@ class Fresh:
         raw = np.empty(nbytes + ALIGNMENT, np.uint8)
         start = -raw.ctypes.data % ALIGNMENT
         return raw[start : start + nbytes].view(dtype).reshape(tuple(shape))
+
+    def once(self, key: K, make: Callable[[K, Fresh], T]) -> T:
+        """What `make` gives for this memory."""
+        return make(key, self)
 
     def free(self) -> None:
         """Nothing to give back."""
@@ -69,9 +76,9 @@ class FreshMemory:
 class Slot:
     """Reused memory for one batch. One thread writes, then any thread frees it."""
 
-    def __init__(self, memory: np.ndarray, home: deque[np.ndarray]):
-        self._memory = memory
-        self._home: deque[np.ndarray] | None = home
+    def __init__(self, block: _Block, home: deque[_Block]):
+        self._block = block
+        self._home: deque[_Block] | None = home
 
     def view(self, offset: int, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
         """An array in the slot, contiguous with default strides.
@@ -80,13 +87,29 @@ class Slot:
             offset: bytes from the slot's start, a multiple of `ALIGNMENT`.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        return self._memory[offset : offset + nbytes].view(dtype).reshape(tuple(shape))
+        return self._block.memory[offset : offset + nbytes].view(dtype).reshape(tuple(shape))
+
+    def once(self, key: K, make: Callable[[K, Slot], T]) -> T:
+        """What `make` gives for this memory: made once, as long as it is used with the same key."""
+        if self._block.made[0] is not key:
+            self._block.made = key, make(key, self)
+        return self._block.made[1]
 
     def free(self) -> None:
         """Its memory may serve another batch from now on. Freeing again changes nothing."""
         home, self._home = self._home, None
         if home is not None:
-            home.append(self._memory)
+            home.append(self._block)
+
+
+class _Block:
+    """Memory that is reused, and what was made for it last, with its key."""
+
+    __slots__ = ("made", "memory")
+
+    def __init__(self, memory: np.ndarray):
+        self.memory = memory
+        self.made: tuple[Any, Any] = None, None
 
 
 class Slots:
@@ -104,7 +127,7 @@ class Slots:
         self._register = register
         self._max_bytes = max_bytes
         self.copier = copier or Copier()
-        self._free: dict[int, deque[np.ndarray]] = {}  # by capacity; the deques are shared with the slots
+        self._free: dict[int, deque[_Block]] = {}  # by capacity; the deques are shared with the slots
         self._mapped = _Count()
 
     @property
@@ -125,7 +148,7 @@ class Slots:
         if self._max_bytes is not None and self.mapped_bytes + capacity > self._max_bytes:
             for free in self._free.values():
                 free.clear()
-        return Slot(self._new(capacity), home)
+        return Slot(_Block(self._new(capacity)), home)
 
     def clear(self) -> None:
         """Gives up what is free; what is in use goes when the last array in it does."""
