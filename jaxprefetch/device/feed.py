@@ -127,13 +127,13 @@ class Feed:
 
     @property
     def _next_staged(self) -> int:
-        """The number in the pass of the next batch that the window has not been told of."""
-        return self.window.issued + self.window.staged - self.first
+        """Of the next batch that the window has not been told of, in the pass."""
+        return self.window.next_staged - self.first
 
     def _look(self) -> None:
         """Tells the window what has been staged meanwhile, and of the end after it."""
-        window = self.window
-        while not window.ended and (item := self._arrivals.items.get(self._next_staged)) is not None:
+        window, items = self.window, self._arrivals.items
+        while (item := items.get(window.next_staged - self.first)) is not None and not window.ended:
             if not hasattr(item, "plan"):
                 self._ends_with(item.error)
                 window.end()
@@ -158,10 +158,10 @@ class Feed:
             return None
 
     def _settle(self, number: int) -> None:
-        self._issued = {n: i for n, i in self._issued.items() if n >= number}  # others: an interrupt after settling
-        self._arrivals.items.pop(number - self.first, None)  # or after issuing
-        issued, failure = self._issued[number], None
-        start = time.perf_counter_ns()
+        while (first := next(iter(self._issued))) < number:  # an interrupt struck after it was settled
+            del self._issued[first]
+        self._arrivals.items.pop(number - self.first, None)  # or after it was issued
+        issued, failure, start = self._issued[number], None, time.perf_counter_ns()
         try:
             with TraceAnnotation("jaxprefetch.wait_landing"):
                 landed = wait_landed(issued.arrays)
@@ -248,7 +248,7 @@ class Feed:
             self.window.end()
 
     def _give_room(self) -> None:
-        """Before every wait and at the end, not each time: it wakes a thread that then wants the GIL, too."""
+        """Before every wait and at the end, not each time: it wakes a thread that then wants the GIL."""
         self._arrivals.give_room(self.window.issued - self.first, self._sending.landed)
 
     def _await_staged(self, number: int, waited: float, *, step_seen: bool) -> None:

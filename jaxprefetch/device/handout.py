@@ -72,6 +72,7 @@ class HandOut:
         self.on_device = on_device
         self._context = context
         self._deliveries: weakref.WeakKeyDictionary[Plan, Delivery] = weakref.WeakKeyDictionary()
+        self._last: tuple[Plan | None, Delivery | None] = None, None
 
     def delivery(self, plan: Plan, leaves: Sequence[Any]) -> Delivery:
         """For batches of this plan, of which `leaves` is one as staged. Blocking: while it is compiled, once a plan.
@@ -79,9 +80,12 @@ class HandOut:
         Raises:
             Exception: what `on_device` raises, or JAX when it is traced.
         """
-        delivery = self._deliveries.get(plan)
-        if delivery is None:
-            delivery = self._deliveries[plan] = self._make(plan, leaves)
+        last, delivery = self._last
+        if delivery is None or last is not plan:
+            delivery = self._deliveries.get(plan)
+            if delivery is None:
+                delivery = self._deliveries[plan] = self._make(plan, leaves)
+            self._last = plan, delivery
         return delivery
 
     def _make(self, plan: Plan, leaves: Sequence[Any]) -> Delivery:

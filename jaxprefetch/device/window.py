@@ -72,7 +72,7 @@ class Window:
         self._refusals = 0  # times the next batch was refused by the device
         self.source_is_late = False  # a fact: it may wait for host memory of batches that are owed a landing
         self._staged: dict[int, InFlight] = {}  # by number; what has been issued since goes with the next one
-        self._next_staged = 0  # number of the next batch to stage
+        self.next_staged = 0  # number of the next batch to stage
         self._flight = Flight(by_fence=released_by == "fence", gives_back=delete_used)
 
     # ---- what is so
@@ -80,7 +80,7 @@ class Window:
     @property
     def staged(self) -> int:
         """Batches that could be issued now."""
-        return self._next_staged - self.issued
+        return self.next_staged - self.issued
 
     @property
     def refused(self) -> bool:
@@ -134,9 +134,9 @@ class Window:
     def stage(self, cost: Cost, *, foreign: bool = False, out: Cost | None = None) -> None:
         """One more batch can be issued; its hand-out adds `out`."""
         self._legal(not self.ended, "a batch was staged after the end")
-        number, self.source_is_late = self._next_staged, False
+        number, self.source_is_late = self.next_staged, False
         self._staged[number] = InFlight(cost, out or {}, foreign)
-        self._next_staged = number + 1
+        self.next_staged = number + 1
 
     def end(self) -> None:
         """The source has ended or failed: what is staged now is all there is."""
@@ -144,7 +144,7 @@ class Window:
 
     def fail(self) -> None:
         """The next staged batch could not be issued, so nothing after it will be either."""
-        self._next_staged = self.issued
+        self.next_staged = self.issued
         self.ended = True
 
     def restart(self) -> None:
