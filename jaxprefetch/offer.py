@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,8 +23,29 @@ import numpy as np
 from jaxprefetch.device.plan import Plan
 from jaxprefetch.host.leaves import zero_beyond
 from jaxprefetch.host.slots import Fresh, Slot
-from jaxprefetch.layout import Parts
+from jaxprefetch.layout import Layout, Parts
 from jaxprefetch.stowage import Stowage
+
+
+class Described(NamedTuple):
+    """A whole batch as its source describes it; leaves stand for their shapes and dtypes."""
+
+    spec: Sequence[Any] | None  # the leaves of what it gave; None: to be looked at each time
+    whole: Parts
+    layout: Layout
+    length: int  # along the axis by which it is written
+    rows: int | None  # by which it is split
+
+    def is_of(self, leaves: Sequence[Any], treedef: Any) -> bool:
+        """Whether the source gave the same objects again, of a kind that does not change."""
+        known = self.spec
+        return (
+            known is not None
+            and len(leaves) == len(known)
+            and all(map(operator.is_, leaves, known))
+            and set(map(type, leaves)) == {jax.ShapeDtypeStruct}
+            and treedef == self.whole.structure.treedef
+        )
 
 
 class Offer:
@@ -32,8 +53,7 @@ class Offer:
 
     Args:
         number: of the batch.
-        whole: the batch that the source describes; its leaves stand for their shapes and dtypes.
-        length: how many rows that is.
+        described: by the source.
         plan: of the whole batch, by which the slot is laid out; None: there is no slot.
         order: which leaf of the batch each leaf of the plan is.
         slot: where the batch is sent from.
@@ -43,18 +63,20 @@ class Offer:
         rows: what `read_into` has returned, once it has: a list, for an interrupt cannot tear its `extend` apart.
     """
 
-    def __init__(
-        self, number: int, whole: Parts, length: int, plan: Plan | None, order: Sequence[int], slot: Slot | Fresh
-    ):
+    def __init__(self, number: int, described: Described, plan: Plan | None, order: Sequence[int], slot: Slot | Fresh):
         self.plan, self.slot = plan, slot
         self.rows: list[Any] = []
-        self._number, self._whole, self._length = number, whole, length
-        self._places = {} if plan is None else _places(whole, plan, order, slot.once(plan, Stowage))
+        self._number, self._whole, self._length = number, described.whole, described.length
+        self._stowage: Stowage | None = None
+        self._places: dict[int, np.ndarray] = {}
+        if plan is not None:
+            stowage = self._stowage = slot.once(plan, Stowage)
+            self._places = stowage.once(described, lambda: _places(described.whole, plan, order, stowage))
         self._written: list[np.ndarray] = []
-        for at, leaf in enumerate(whole.leaves):
+        for at, leaf in enumerate(self._whole.leaves):
             place = _begin(self._places.get(at), leaf.shape)
             self._written.append(np.empty(leaf.shape, leaf.dtype) if place is None else place.view())
-        self.out = jax.tree_util.tree_unflatten(whole.structure.treedef, self._written)
+        self.out = jax.tree_util.tree_unflatten(self._whole.structure.treedef, self._written)
 
     @property
     def ended(self) -> bool:
@@ -68,8 +90,19 @@ class Offer:
     def parts(self) -> Parts:
         """What was written: the leaves that are as long as the batch as far as the source has come, others whole."""
         rows, length = self._count(), self._length
+        if rows == length:
+            return self._whole._replace(leaves=self._written)
         leaves = [leaf[:rows] if leaf.ndim and len(leaf) == length else leaf for leaf in self._written]
         return self._whole._replace(leaves=leaves)
+
+    def parcels(self, plan: Plan) -> list[Any] | None:
+        """What to put, if the source has written all that this plan sends; else None."""
+        stowage, leaves = self._stowage, self._written
+        if stowage is None or plan is not self.plan or len(plan.leaves) != len(leaves) or self._count() < self._length:
+            return None
+        if any(at not in self._places or self._places[at].shape != leaf.shape for at, leaf in enumerate(leaves)):
+            return None
+        return stowage.parcels(leaves, range(len(leaves)))
 
     def is_laid_out_for(self, plan: Plan) -> bool:
         """Whether leaves of this plan have their places in the slot; else these may overlap with what was written."""

@@ -17,26 +17,22 @@ import numpy as np
 
 from jaxprefetch.device.pinning import Pinning
 from jaxprefetch.device.placement import Placement, Target
-from jaxprefetch.device.plan import LeafPlan, Plan
+from jaxprefetch.device.plan import Plan
 from jaxprefetch.errors import Noted
 from jaxprefetch.host.batching import LastBatch
 from jaxprefetch.host.leaves import (
-    Separate,
     as_host,
-    check_range,
-    copy_kept,
     fetch,
-    is_number,
     leaf_paths,
-    memory_of,
     plain,
 )
 from jaxprefetch.host.pipeline import Reserve
 from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
 from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_names, named, signatures
-from jaxprefetch.offer import Offer, stand_in
+from jaxprefetch.offer import Described, Offer, stand_in
 from jaxprefetch.recent import Recent
 from jaxprefetch.shapes import Shapes
+from jaxprefetch.sorting import Sorting, checked, mask
 from jaxprefetch.stowage import Stowage
 
 
@@ -78,7 +74,7 @@ class Stager:
     ):
         self._memory = memory or FreshMemory()
         self._copier = self._memory.copier
-        self._sent_directly = sent_directly
+        self._sorting = Sorting(bool(options.fresh_buffers), sent_directly)
         self._placement = placement
         self._options = options
         names = options.keep_on_host or ()
@@ -86,6 +82,7 @@ class Stager:
         self._policy = LastBatch(options.last_batch)
         self._structures: Recent[Any, Structure] = Recent()  # by treedef
         self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
+        self._described: Described | None = None  # what a source has described last
         self.shapes = Shapes(options.last_batch)  # compares each batch with the first
 
     @property
@@ -130,23 +127,31 @@ class Stager:
             return self._stage(raw, number, reserve)
 
     def _offer(self, spec: Any, number: int, reserve: Reserve) -> Offer:
-        spec = plain(spec)
         leaves, treedef = jax.tree_util.tree_flatten(spec)
+        if self._described is None or not self._described.is_of(leaves, treedef):
+            self._described = self._describe(spec, number)
+        described = self._described
+        room = described.rows
+        if room is not None:
+            room = self._policy.room(room, described.layout.shards)
+            if room is None:  # all that can be done with what is written is to leave it out
+                return Offer(number, described, None, (), Fresh())
+        plan, order = self._plan(described.layout, described.whole.leaves, room, number)
+        reserve(plan.host_bytes)
+        return Offer(number, described, plan, order, self._memory.take(plan.host_bytes))
+
+    def _describe(self, spec: Any, number: int) -> Described:
+        spec = plain(spec)
+        described, treedef = jax.tree_util.tree_flatten(spec)
         structure = self._structure(spec, treedef, number)
         where = f"Batch {number}, leaf"
-        leaves = [stand_in(leaf, f"{where} {path}") for leaf, path in zip(leaves, structure.paths, strict=True)]
+        leaves = [stand_in(leaf, f"{where} {path}") for leaf, path in zip(described, structure.paths, strict=True)]
         whole = Parts(spec, structure, self._kept(structure, leaves), leaves)
         layout = self._layout(whole, number)
         if (length := layout.length(leaves)) is None:
             raise ValueError(f"Batch {number}: element_spec has no leaf with an axis of rows. Describe whole batches.")
-        room = rows = layout.rows(leaves)
-        if rows is not None:
-            room = self._policy.room(rows, layout.shards)
-            if room is None:  # all that can be done with what is written is to leave it out
-                return Offer(number, whole, length, None, (), Fresh())
-        plan, order = layout.plan(leaves, deliver=room, number=number, context=self._placement.context)
-        reserve(plan.host_bytes)
-        return Offer(number, whole, length, plan, order, self._memory.take(plan.host_bytes))
+        repeats = not callable(self._options.keep_on_host)  # which may decide otherwise each time
+        return Described(described if repeats else None, whole, layout, length, layout.rows(leaves))
 
     def _stage(self, raw: Any, number: int, reserve: Reserve) -> Staged | None:
         offer = raw if isinstance(raw, Offer) else None
@@ -159,14 +164,21 @@ class Stager:
                 if offer is not None and offer.plan is not None:
                     reserve(-offer.plan.host_bytes)
                 return None
-        plan, order = layout.plan(leaves, deliver=deliver, number=number, context=self._placement.context)
+        plan, order = self._plan(layout, leaves, deliver, number)
         self.shapes.compare(plan, number)
         if offer is None or offer.plan is None:
             reserve(plan.host_bytes)
             return self._own(plan, order, leaves, rows, number)
+        if (parcels := offer.parcels(plan)) is not None:
+            return Staged(parcels, plan, offer.slot)
         reserve(-offer.plan.host_bytes)  # a batch must not wait for what it has itself
         reserve(plan.host_bytes)
         return self._in_place(offer, plan, order, leaves, rows, number)
+
+    def _plan(
+        self, layout: Layout, leaves: Sequence[Any], deliver: int | None, number: int
+    ) -> tuple[Plan, tuple[int, ...]]:
+        return layout.plan(leaves, deliver=deliver, number=number, context=self._placement.context)
 
     def _apart(self, raw: Any, number: int) -> Parts:
         leaves, treedef = jax.tree_util.tree_flatten(raw)
@@ -225,46 +237,23 @@ class Stager:
         out: list[Any] = []
         copied: list[int] = []
         for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
-            leaf = leaves[at] if at < len(leaves) else np.arange(leaf_plan.shape[0]) < rows
+            leaf = leaves[at] if at < len(leaves) else mask(leaf_plan, rows)
             placed = offer.in_place(at, leaf, leaf_plan.shape) if as_offered or i in plan.offsets else None
             if leaf_plan.made and placed is None:
-                leaf = self._checked(leaf, leaf_plan, number)
+                leaf = checked(leaf, leaf_plan, number)
                 copied.append(i)
             out.append(leaf if placed is None else placed)
         return Staged(self._copied(plan, out, copied, offer.slot if as_offered else Fresh()), plan, offer.slot)
 
     def _own(self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int) -> Staged:
         """Host memory of our own for every leaf that needs it."""
-        copied: Sequence[int]
-        if plan.plain and len(order) == len(leaves) and not self._options.fresh_buffers:
-            copied = range(len(leaves))
-        else:
-            leaves, copied = self._to_copy(plan, order, leaves, rows, number)
+        leaves, copied = self._sorting.sort(plan, order, leaves, rows, number)
         slot = self._memory.take(plan.host_bytes) if copied else Fresh()
         try:
             return Staged(self._copied(plan, leaves, copied, slot), plan, slot)
         except BaseException:
             slot.free()
             raise
-
-    def _to_copy(
-        self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int
-    ) -> tuple[list[Any], list[int]]:
-        """The leaves in the plan's order, and which of them cannot go as they are."""
-        out: list[Any] = []
-        copied: list[int] = []
-        separate = Separate()
-        for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
-            leaf = leaves[at] if at < len(leaves) else np.arange(leaf_plan.shape[0]) < rows
-            if leaf_plan.target is None:
-                leaf = self._kept_leaf(leaf, separate)
-            elif leaf_plan.made:
-                leaf = self._checked(leaf, leaf_plan, number)
-                alone = i in plan.offsets
-                if not (is_number(leaf) or (alone and self._goes_as_it_is(leaf, leaf_plan, separate))):
-                    copied.append(i)
-            out.append(leaf)
-        return out, copied
 
     def _copied(self, plan: Plan, leaves: list[Any], which: Sequence[int], slot: Slot | Fresh) -> list[Any]:
         """What to put, once these leaves are where they are sent from."""
@@ -273,26 +262,3 @@ class Stager:
         stowage = slot.once(plan, Stowage)
         self._copier.copy(stowage.pairs(leaves, which))
         return stowage.parcels(leaves, which)
-
-    def _kept_leaf(self, leaf: Any, separate: Separate) -> Any:
-        if self._options.fresh_buffers and ((memory := memory_of(leaf)) is None or separate.claims(memory)):
-            return leaf
-        return copy_kept(leaf)
-
-    def _checked(self, leaf: Any, plan: LeafPlan, number: int) -> Any:
-        """The leaf as an array or a number, whose values fit where they go."""
-        if type(leaf) is np.ndarray and leaf.dtype == plan.dtype:
-            return leaf
-        where = f"Batch {number}, leaf {plan.path}"
-        leaf = fetch(leaf, where) if isinstance(leaf, jax.Array) else leaf
-        check_range(leaf, plan.dtype, where)
-        return leaf
-
-    def _goes_as_it_is(self, leaf: np.ndarray, plan: LeafPlan, separate: Separate) -> bool:
-        """Whether a leaf that nobody writes to again is sent from where it lies: a copy would not be quicker."""
-        return (
-            bool(self._options.fresh_buffers)
-            and (leaf.dtype, leaf.shape) == (plan.dtype, plan.shape)
-            and self._sent_directly(leaf)
-            and separate.claims(leaf)
-        )

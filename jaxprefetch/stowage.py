@@ -9,8 +9,8 @@ Synopsis:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from jaxprefetch.host.leaves import padded, zero_beyond
 from jaxprefetch.host.slots import Fresh, Slot
 
 BYTES = np.dtype(np.uint8)
+T = TypeVar("T")
 
 
 class Stowage:
@@ -33,6 +34,7 @@ class Stowage:
         self.places: dict[int, np.ndarray] = {}
         self.sent: dict[int, np.ndarray] = {}
         self._plan = plan
+        self._made: tuple[Any, Any] = None, None
         self._splits: dict[int, Any] = {}  # how leaves are divided that do not lie here in one piece
         packing, end = plan.packing, len(plan.leaves)
         for i, start in plan.offsets.items():
@@ -72,6 +74,12 @@ class Stowage:
                 out[part.leaf] = None
             out.append(sent[len(self._plan.leaves)])
         return out
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` gives, made once as long as the key is the same."""
+        if self._made[0] is not key:
+            self._made = key, make()
+        return self._made[1]
 
     def written(self, i: int) -> np.ndarray | None:
         """Where a source may write leaf i as it is; None where it is divided, or lies elsewhere."""

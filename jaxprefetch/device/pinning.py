@@ -23,6 +23,9 @@ import numpy as np
 from jaxprefetch.device.context import Device
 
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+MOST_ADDRESSES = 4096
+"""Of pinned arrays that are remembered: more than any ring of buffers has."""
+
 _SENDS_ANY_PINNED = jaxlib.version.__version_info__ >= (0, 11, 0)  # before, only what the client itself has registered
 _HOST_MEMORY, _MEMORY_TYPE = 1, 2  # CU_MEMORYTYPE_HOST, CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 
@@ -33,6 +36,7 @@ class Pinning:
     def __init__(self, client: Any):
         self._client = client
         self._driver = _find_driver()
+        self._pinned: set[int] = set()  # addresses of arrays found pinned; should one have changed, JAX makes the copy
 
     @classmethod
     def of(cls, devices: Sequence[Device]) -> Pinning | None:
@@ -72,11 +76,16 @@ class Pinning:
         )
 
     def _is_pinned(self, address: int) -> bool:
-        if self._driver is None:
-            return True  # it cannot be told, so the source's promise counts
+        if self._driver is None or address in self._pinned:
+            return True  # where it cannot be told, the source's promise counts
         kind = ctypes.c_uint(0)
         status = self._driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
-        return status == 0 and kind.value == _HOST_MEMORY
+        if status != 0 or kind.value != _HOST_MEMORY:
+            return False
+        if len(self._pinned) >= MOST_ADDRESSES:
+            self._pinned.clear()
+        self._pinned.add(address)
+        return True
 
 
 def _default_strides(leaf: np.ndarray) -> tuple[int, ...]:

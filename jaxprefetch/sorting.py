@@ -1,0 +1,99 @@
+"""Which leaves of a batch are copied, and which are sent from where they lie, stay on the host or need no memory.
+
+Synopsis:
+
+    sorting = Sorting(fresh_buffers=False, sent_directly=pinning.is_sent_directly)
+    leaves, copied = sorting.sort(plan, order, leaves, rows, number=0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxprefetch.device.plan import LeafPlan, Plan
+from jaxprefetch.host.leaves import Separate, check_range, copy_kept, fetch, is_number, memory_of
+
+
+class Sorting:
+    """Sorts the leaves of batches.
+
+    Args:
+        fresh_buffers: nobody writes again to what the source yields.
+        sent_directly: whether such an array is best sent from where it lies: a copy would not be quicker.
+    """
+
+    def __init__(self, fresh_buffers: bool, sent_directly: Callable[[np.ndarray], bool]):
+        self._fresh_buffers = fresh_buffers
+        self._sent_directly = sent_directly
+
+    def sort(
+        self, plan: Plan, order: Sequence[int], leaves: list[Any], rows: Any, number: int
+    ) -> tuple[list[Any], Sequence[int]]:
+        """The leaves in the plan's order, and which of them have to be copied.
+
+        Args:
+            order: which leaf of the batch each leaf of the plan is; one past the last is the mask of its rows.
+
+        Raises:
+            TypeError, OverflowError: a leaf cannot become what the plan has.
+        """
+        if plan.plain and len(order) == len(leaves):
+            return leaves, self._all_but_sent(plan, leaves)
+        out: list[Any] = []
+        copied: list[int] = []
+        separate = Separate()
+        for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
+            leaf = leaves[at] if at < len(leaves) else mask(leaf_plan, rows)
+            if leaf_plan.target is None:
+                leaf = self._kept(leaf, separate)
+            elif leaf_plan.made:
+                leaf = checked(leaf, leaf_plan, number)
+                if not (is_number(leaf) or (i in plan.offsets and self._goes_as_it_is(leaf, leaf_plan, separate))):
+                    copied.append(i)
+            out.append(leaf)
+        return out, copied
+
+    def _all_but_sent(self, plan: Plan, leaves: list[Any]) -> Sequence[int]:
+        """The same where all are arrays, in the plan's order and with its dtypes."""
+        whole = range(len(leaves))
+        if not self._fresh_buffers or not (alone := [i for i in whole if i in plan.offsets]):
+            return whole
+        separate = Separate()
+        sent = {i for i in alone if self._goes_as_it_is(leaves[i], plan.leaves[i], separate)}
+        return [i for i in whole if i not in sent] if sent else whole
+
+    def _kept(self, leaf: Any, separate: Separate) -> Any:
+        if self._fresh_buffers and ((memory := memory_of(leaf)) is None or separate.claims(memory)):
+            return leaf
+        return copy_kept(leaf)
+
+    def _goes_as_it_is(self, leaf: np.ndarray, plan: LeafPlan, separate: Separate) -> bool:
+        return (
+            self._fresh_buffers
+            and (leaf.dtype, leaf.shape) == (plan.dtype, plan.shape)
+            and self._sent_directly(leaf)
+            and separate.claims(leaf)
+        )
+
+
+def checked(leaf: Any, plan: LeafPlan, number: int) -> Any:
+    """The leaf as an array or a number, whose values fit where they go.
+
+    Raises:
+        TypeError, OverflowError: they do not; names the batch and the leaf.
+    """
+    if type(leaf) is np.ndarray and leaf.dtype == plan.dtype:
+        return leaf
+    where = f"Batch {number}, leaf {plan.path}"
+    leaf = fetch(leaf, where) if isinstance(leaf, jax.Array) else leaf
+    check_range(leaf, plan.dtype, where)
+    return leaf
+
+
+def mask(plan: LeafPlan, rows: int) -> np.ndarray:
+    """Which rows are real."""
+    return np.arange(plan.shape[0]) < rows
