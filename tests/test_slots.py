@@ -7,6 +7,7 @@ import logging
 import mmap
 import sys
 import types
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -113,6 +114,29 @@ def test_memory_is_unregistered_when_the_last_array_in_it_goes() -> None:
     del view
     assert not driver.registered
     assert slots.mapped_bytes == 0
+
+
+def test_memory_is_unregistered_before_it_is_unmapped() -> None:
+    """The driver never hears of memory that is gone already: its place may have been given to someone else."""
+    there: list[bool] = []
+
+    def register(address: int, nbytes: int) -> Callable[[], None]:
+        return lambda: there.append(_is_mapped(address))
+
+    slots = Slots(register=register)
+    view = slots.take(5000).view(0, F32, (10,))
+    address = view.ctypes.data
+    slots.clear()
+    assert _is_mapped(address)
+    del view
+    assert there == [True]
+    assert not _is_mapped(address)
+
+
+def _is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as lines:
+        ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return any(start <= address < end for start, end in ranges)
 
 
 def test_an_interrupt_as_the_finaliser_is_made_leaves_nothing_registered(monkeypatch) -> None:

@@ -18,6 +18,7 @@ import environment
 import jax
 import numpy as np
 
+from jaxprefetch import prefetch_to_device
 from jaxprefetch.device.pinning import Pinning
 from jaxprefetch.host import copying
 from jaxprefetch.host.slots import Slots
@@ -38,6 +39,7 @@ def main() -> None:
     large = [4 * MIB] if options.tiny else [600 * MIB, 150 * MIB, 16 * MIB, 4 * MIB, MIB]
     results = {
         "cores": cores,
+        "loop": [loop(nbytes, n) for nbytes in (MIB, 4 * MIB, 16 * MIB) for n in threads],
         "making_a_slot": [making(large[0]) for _ in range(2)],
         "copy": [row for nbytes in large for row in copies(nbytes, threads)],
         "small": [small(kib, n) for kib in (64, 256, 512, 1024, 2048) for n in threads[:4]],
@@ -45,7 +47,7 @@ def main() -> None:
     }
     record = {"part": "copying", "environment": environment.describe(), "results": results}
     (options.out / "copying.json").write_text(json.dumps(record, indent=1) + "\n")
-    for name in ("making_a_slot", "copy", "small", "stack"):
+    for name in ("loop", "making_a_slot", "copy", "small", "stack"):
         print(name, *results[name], sep="\n  ")
 
 
@@ -74,6 +76,20 @@ def making(nbytes: int) -> dict:
     }
 
 
+def loop(nbytes: int, threads: int, count: int = 100) -> dict:
+    """Microseconds a batch of a loop that takes ordinary arrays and does nothing else: the threads sleep in between."""
+    copying.copying_threads = lambda: threads
+    batches = [{"x": np.ones(nbytes, np.uint8)} for _ in range(4)]
+    with prefetch_to_device(itertools.cycle(batches)) as taken:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in itertools.islice(taken, count):
+                pass
+            times.append((time.perf_counter() - start) / count * 1e6)
+    return {"MiB": nbytes // MIB, "threads": threads, "us": sorted(times)[len(times) // 2]}
+
+
 def copies(nbytes: int, threads: list[int]) -> list[dict]:
     """GiB/s from arrays in turn, so that no cache holds them, into slots in turn."""
     count, all_threads = max(2, min(8, 1200 * MIB // nbytes)), copying.Copier(threads[-1])
@@ -81,10 +97,10 @@ def copies(nbytes: int, threads: list[int]) -> list[dict]:
     sources, outs = (
         [slots.take(nbytes).view(0, np.dtype(np.uint8), (nbytes,)) for _ in range(count)] for _ in range(2)
     )
-    all_threads.copy(zip(outs, sources, strict=True))
+    all_threads.copy(list(zip(outs, sources, strict=True)))
     pairs, rows = itertools.cycle(zip(outs, sources, strict=True)), []
     for n, chunk_mib in itertools.product(threads, (1, 2, 4, 16)):
-        copying.LEAST_CHUNK_BYTES = copying.MOST_CHUNK_BYTES = chunk_mib * MIB
+        copying.CHUNK_BYTES = chunk_mib * MIB
         copier = copying.Copier(n)
         rate = best(lambda copier=copier: copier.copy([next(pairs)]), nbytes)
         rows.append({"MiB": nbytes / MIB, "threads": n, "chunk_MiB": chunk_mib, "GiB_s": rate})
@@ -93,7 +109,7 @@ def copies(nbytes: int, threads: list[int]) -> list[dict]:
 
 def small(kib: int, threads: int) -> dict:
     """Microseconds of one copy of a small array, with the threshold for several threads taken away."""
-    copying.PARALLEL_BYTES, copying.LEAST_CHUNK_BYTES = 0, max(kib * 1024 // threads, 1)
+    copying.PARALLEL_BYTES, copying.CHUNK_BYTES = 0, max(kib * 1024 // threads, 1)
     copier, leaf = copying.Copier(threads), np.ones(kib * 1024, np.uint8)
     out = np.empty_like(leaf)
     rate = best(lambda: copier.copy([(out, leaf)]), leaf.nbytes)

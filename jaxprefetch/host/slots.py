@@ -164,7 +164,7 @@ class Slots:
         memory = np.frombuffer(mapping, np.uint8)
         # Before there is anything to undo: a Ctrl-C may strike wherever something is called. Where the interpreter ends
         # nothing is undone: copies may still be read, and the system takes all of it back.
-        held = _Held(self._mapped)
+        held = _Held(self._mapped, mapping)
         weakref.finalize(memory, held.let_go).atexit = False
         touches = [functools.partial(_touch, memory, start) for start in range(0, capacity, _TOUCH_BYTES)]
         self.copier.run(touches)
@@ -194,10 +194,15 @@ class _Count:
 
 
 class _Held:
-    """What is to be undone when some memory goes, as far as it has come."""
+    """What is to be undone when some memory goes, as far as it has come.
 
-    def __init__(self, mapped: _Count):
+    It keeps the mapping until then: NumPy 2.5 lets go of what an array lies in before it tells that the array is gone,
+    and memory that is unmapped before it is unregistered may be another's by then.
+    """
+
+    def __init__(self, mapped: _Count, mapping: mmap.mmap):
         self._mapped = mapped
+        self._mapping: mmap.mmap | None = mapping
         self.bytes = 0
         self.unregister: Callable[[], None] | None = None
 
@@ -205,6 +210,7 @@ class _Held:
         self._mapped.bytes -= self.bytes
         if self.unregister is not None:
             self.unregister()
+        self._mapping = None
 
 
 def _touch(memory: np.ndarray, start: int) -> None:

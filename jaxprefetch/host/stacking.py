@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxprefetch.host.copying import MOST_CHUNK_BYTES, PARALLEL_BYTES, Copier
+from jaxprefetch.host.copying import CHUNK_BYTES, PARALLEL_BYTES, Copier
 from jaxprefetch.host.leaves import as_host, fetch, is_number, leaf_paths, plain
 
 SHARED_BYTES = 16 << 10
@@ -50,7 +50,7 @@ def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> No
         if size < SHARED_BYTES or size * len(column) < PARALLEL_BYTES:
             _fill(array, column, 0, len(column))
         else:
-            step = max(MOST_CHUNK_BYTES // size, 1)
+            step = max(CHUNK_BYTES // size, 1)
             tasks += [functools.partial(_fill, array, column, at, at + step) for at in range(0, len(column), step)]
     copier.run(tasks)
 
