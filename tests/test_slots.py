@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -246,6 +247,40 @@ def test_copies_are_whole(threads, leaf) -> None:
     copier.copy([(out, leaf), (small, np.arange(3))])
     np.testing.assert_array_equal(out, leaf)
     np.testing.assert_array_equal(small, np.arange(3))
+
+
+def test_a_forked_process_copies_as_well() -> None:
+    """The threads stay behind in the parent: a copier made before the fork does without, one made after has its own."""
+    code = """
+import os, sys, warnings
+import numpy as np
+from jaxprefetch.host.copying import Copier
+leaf, before = np.arange(8 << 20, dtype=np.uint8), Copier(3)
+before.copy([(np.empty_like(leaf), leaf)])
+warnings.simplefilter("ignore")  # of Python 3.12, that a process with threads forks
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for copier in (before, Copier(3)):
+    copier.copy([(out := np.empty_like(leaf), leaf)])
+    assert (out == leaf).all()
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_is_made_for_a_slot_lasts_as_long_as_its_key() -> None:
+    """It is made anew for another key or other memory, and each time where memory is never used again."""
+    slots, made = Slots(), []
+    keys = [object(), object()]
+    for key in (keys[0], keys[0], keys[1], keys[1], keys[0]):
+        slot = slots.take(100)
+        assert slot.once(key, lambda key, slot: made.append(key) or key) is key
+        slot.free()
+    assert made == [keys[0], keys[1], keys[0]]
+    fresh = Fresh()
+    assert fresh.once(keys[0], lambda key, slot: slot.view(0, F32, (2,))) is not fresh.once(
+        keys[0], lambda key, slot: slot.view(0, F32, (2,))
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 4])

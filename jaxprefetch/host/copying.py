@@ -24,9 +24,9 @@ import numpy as np
 
 from jaxprefetch.host.memory import usable_cores
 
-# Measured on 16 cores: one thread copies 5 to 8 GiB/s, 8 threads 30, 12 threads 36, 16 threads 45, from 64 MiB on. To wake
-# a thread that sleeps takes up to 100 us, as long as a copy of a megabyte: 4 MiB take 444 us by one thread in a loop that
-# does nothing else, 291 by two, 300 to 500 by more; 16 MiB take 1,660 by one, 645 by four or by more.
+# Measured on 16 cores: from 64 MiB on one thread copies 5 to 8 GiB/s, 8 threads 30, 12 threads 36, 16 threads 45. To
+# wake a sleeping thread takes up to 100 us, as long as a copy of a megabyte: in a loop that does nothing else 4 MiB
+# take 444 us by one thread, 291 by two, 300 to 500 by more; 16 MiB take 1,660 by one, 645 by four or more.
 MOST_THREADS = 16
 CHUNK_BYTES = 2 << 20
 PARALLEL_BYTES = 3 << 20
