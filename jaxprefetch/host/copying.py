@@ -67,15 +67,20 @@ class Copier:
         if self._pool is None or nbytes < PARALLEL_BYTES:
             _copy_all(pairs)
         else:
-            self._pool.share(_copy_all, _portions(pairs, CHUNK_BYTES))
+            self._pool.share(_copy_all, _portions(pairs, CHUNK_BYTES), self.threads - 1)
 
-    def run(self, tasks: Sequence[Task]) -> None:
-        """Runs tasks that release the GIL, in any order. Blocking: until all are done; raises what one has raised."""
-        if self._pool is None or len(tasks) < 2:
+    def run(self, tasks: Sequence[Task], most: int | None = None) -> None:
+        """Runs tasks that release the GIL, in any order. Blocking: until all are done; raises what one has raised.
+
+        Args:
+            most: threads at once; None: all.
+        """
+        helpers = self.threads - 1 if most is None else min(most, self.threads) - 1
+        if self._pool is None or len(tasks) < 2 or helpers < 1:
             for task in tasks:
                 task()
         else:
-            self._pool.share(_run, tasks)
+            self._pool.share(_run, tasks, helpers)
 
 
 class _Pool:
@@ -95,11 +100,14 @@ class _Pool:
                 threading.Thread(target=_serve, args=(self._calls,), name="jaxprefetch-copy", daemon=True).start()
                 self._threads += 1
 
-    def share(self, do: Callable[[T], object], items: Iterable[T]) -> None:
-        """Calls `do` for each item, here and on the threads. Blocking: until all have returned; raises what one has."""
+    def share(self, do: Callable[[T], object], items: Iterable[T], helpers: int) -> None:
+        """Calls `do` for each item, here and on so many threads. Blocking: until all have returned.
+
+        Raises what one of them has raised.
+        """
         work, came, left = deque(items), [], SimpleQueue()
         help_out = functools.partial(_help, do, work, came, left)
-        for _ in range(min(self._threads, (len(work) + 1) // 2)):  # two items for each make up for its waking
+        for _ in range(min(helpers, self._threads, len(work) - 1)):
             self._calls.put(help_out)
         try:
             while work:
