@@ -9,7 +9,7 @@ Synopsis:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from jaxprefetch.host.leaves import (
     check_range,
     copy_kept,
     fetch,
+    is_closed,
     is_number,
     leaf_paths,
     memory_of,
@@ -173,7 +174,7 @@ class Stager:
 
     def _apart(self, raw: Any, number: int) -> Parts:
         leaves, treedef = jax.tree_util.tree_flatten(raw)
-        if any(type(leaf) is not np.ndarray and isinstance(leaf, Mapping) for leaf in leaves):
+        if any(type(leaf) is not np.ndarray and is_closed(leaf) for leaf in leaves):
             raw = plain(raw)
             leaves, treedef = jax.tree_util.tree_flatten(raw)
         structure = self._structure(raw, treedef, number)

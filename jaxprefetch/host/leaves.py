@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprefetch.errors import KEEP, add_note, deleted
+from jaxprefetch.host.foreign import Convert, conversion, is_table, table_columns
 
 
 def is_number(leaf: Any) -> bool:
@@ -26,10 +27,28 @@ def is_number(leaf: Any) -> bool:
 
 
 def plain(tree: Any) -> Any:
-    """The same tree with mappings that JAX does not know as dicts."""
-    while any(isinstance(leaf, Mapping) for leaf in jax.tree_util.tree_leaves(tree)):
-        tree = jax.tree_util.tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree)
+    """The same tree with mappings that JAX does not know, and Arrow's tables, as dicts.
+
+    Raises:
+        ValueError: columns of a table share a name.
+    """
+    while any(is_closed(leaf) for leaf in jax.tree_util.tree_leaves(tree)):
+        tree = jax.tree_util.tree_map(lambda leaf: _opened(leaf) if is_closed(leaf) else leaf, tree)
     return tree
+
+
+_closed: dict[type, bool] = {}
+
+
+def is_closed(leaf: Any) -> bool:
+    """Whether `plain` makes a dict of it."""
+    kind = type(leaf)
+    known = _closed.get(kind)
+    return _closed.setdefault(kind, issubclass(kind, Mapping) or is_table(kind)) if known is None else known
+
+
+def _opened(leaf: Any) -> dict[Any, Any]:
+    return table_columns(leaf) if is_table(type(leaf)) else dict(leaf)
 
 
 def leaf_paths(tree: Any, *, with_none: bool = False) -> tuple[str, ...]:
@@ -46,20 +65,48 @@ def as_host(leaf: Any, where: str) -> Any:
         ValueError: the source deleted or donated this array.
         Exception: what the leaf's own `__array__` raises.
     """
+    kind = type(leaf)
+    convert = _conversions.get(kind) or _conversions.setdefault(kind, _find_conversion(leaf))
+    return convert(leaf, where)
+
+
+_conversions: dict[type, Convert] = {}
+"""By the type of leaf: asked for each leaf of each batch, and found once."""
+
+
+def _find_conversion(leaf: Any) -> Convert:
     if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise deleted(where)
-        return leaf
+        return _alive
     if is_number(leaf):
-        return leaf
+        return _as_it_is
     if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(f"{where}: masked arrays have no place on a device. Pass leaf.filled(value) and the mask.")
-    if isinstance(leaf, (np.ndarray, np.generic)) or hasattr(leaf, "__array__"):
-        try:
-            return np.asarray(leaf)
-        except Exception as error:
-            add_note(error, f"jaxprefetch: {where}: raised where {type(leaf).__name__} became a NumPy array")
-            raise
+        return _refuse_masked
+    return conversion(type(leaf)) or (_as_array if hasattr(leaf, "__array__") else _refuse)
+
+
+def _alive(leaf: Any, where: str) -> Any:
+    if leaf.is_deleted():
+        raise deleted(where)
+    return leaf
+
+
+def _as_it_is(leaf: Any, where: str) -> Any:
+    return leaf
+
+
+def _as_array(leaf: Any, where: str) -> np.ndarray:
+    try:
+        return np.asarray(leaf)
+    except Exception as error:
+        add_note(error, f"jaxprefetch: {where}: raised where {type(leaf).__name__} became a NumPy array")
+        raise
+
+
+def _refuse_masked(leaf: Any, where: str) -> Any:
+    raise TypeError(f"{where}: masked arrays have no place on a device. Pass leaf.filled(value) and the mask.")
+
+
+def _refuse(leaf: Any, where: str) -> Any:
     raise TypeError(f"{where}: {type(leaf).__name__} cannot go to a device. {KEEP}")
 
 
