@@ -33,6 +33,7 @@ from jaxprefetch.host.leaves import (
     memory_of,
     padded,
     plain,
+    warn_of_lists,
     zero_beyond,
 )
 from jaxprefetch.host.pipeline import Reserve
@@ -193,6 +194,7 @@ class Stager:
     def _new_structure(self, raw: Any, treedef: Any, number: int) -> Structure:
         if self.shapes.first is None:
             check_names(self._names, leaf_paths(raw, with_none=True), number)
+            warn_of_lists(raw, number)
         paths = leaf_paths(raw)
         return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._names))
 

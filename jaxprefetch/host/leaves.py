@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ import numpy as np
 
 from jaxprefetch.errors import KEEP, add_note, deleted
 from jaxprefetch.host.foreign import Convert, conversion, is_table, table_columns
+
+logger = logging.getLogger("jaxprefetch")
 
 
 def is_number(leaf: Any) -> bool:
@@ -55,6 +58,27 @@ def leaf_paths(tree: Any, *, with_none: bool = False) -> tuple[str, ...]:
     """Names of the leaves, in order: `image/rgb`; the only leaf of a bare batch is called `batch`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=(lambda x: x is None) if with_none else None)
     return tuple(jax.tree_util.keystr(path, simple=True, separator="/") or "batch" for path, _ in paths)
+
+
+MANY_NUMBERS = 16
+"""A list of so many Python numbers was meant to be an array: such are the columns of unformatted tables."""
+
+
+def warn_of_lists(tree: Any, number: int) -> None:
+    """Says that a list of many Python numbers becomes as many arrays, if there is one."""
+    lists: dict[Any, int] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if path and isinstance(path[-1], jax.tree_util.SequenceKey) and is_number(leaf):
+            lists[path[:-1]] = lists.get(path[:-1], 0) + 1
+    path, n = next(((path, n) for path, n in lists.items() if n >= MANY_NUMBERS), (None, 0))
+    if path is not None:
+        logger.warning(
+            "jaxprefetch: batch %d: %s is a list of %d Python numbers, each of which goes to the device as an array of "
+            'its own. Yield arrays instead (Hugging Face: with_format("numpy"); else np.asarray).',
+            number,
+            jax.tree_util.keystr(path, simple=True, separator="/") or "it",
+            n,
+        )
 
 
 def as_host(leaf: Any, where: str) -> Any:
