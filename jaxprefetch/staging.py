@@ -33,12 +33,11 @@ from jaxprefetch.host.leaves import (
     memory_of,
     padded,
     plain,
-    warn_of_lists,
     zero_beyond,
 )
 from jaxprefetch.host.pipeline import Reserve
 from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
-from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_names, named, signature
+from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_first, named, signature
 from jaxprefetch.offer import Offer, stand_in
 from jaxprefetch.recent import Recent
 from jaxprefetch.shapes import Shapes
@@ -86,8 +85,6 @@ class Stager:
         self._sent_directly = sent_directly
         self._placement = placement
         self._options = options
-        names = options.keep_on_host or ()
-        self._names = () if callable(names) else (names,) if isinstance(names, str) else tuple(names)
         self._policy = LastBatch(options.last_batch)
         self._structures: Recent[Any, Structure] = Recent()  # by treedef
         self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
@@ -193,10 +190,9 @@ class Stager:
 
     def _new_structure(self, raw: Any, treedef: Any, number: int) -> Structure:
         if self.shapes.first is None:
-            check_names(self._names, leaf_paths(raw, with_none=True), number)
-            warn_of_lists(raw, number)
+            check_first(raw, self._options.names, number)
         paths = leaf_paths(raw)
-        return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._names))
+        return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._options.names))
 
     def _layout(self, parts: Parts, number: int) -> Layout:
         signatures = [signature(leaf) for leaf, keep in zip(parts.leaves, parts.kept, strict=True) if not keep]

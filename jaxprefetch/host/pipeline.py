@@ -21,7 +21,6 @@ from typing import Any, Protocol, TypeVar
 from jax.profiler import TraceAnnotation
 
 from jaxprefetch.errors import add_note
-from jaxprefetch.host import forks
 from jaxprefetch.host.source import AFTER_END, Source, close_iterator, is_dead, writes_batches
 
 logger = logging.getLogger("jaxprefetch")
@@ -99,7 +98,6 @@ class Pipeline:
     """Pull and stage, one batch a call. The source is never called again after its end or an error."""
 
     def __init__(self, source: Source, stager: Stages):
-        forks.watch()
         self.times = SourceTimes()
         self.iterator: Any = None
         self.places: dict[int, Any] = {}  # the source's own state, if it has one, by the number of batches pulled
