@@ -168,7 +168,7 @@ def check_first(batch: Any, names: Sequence[str], number: int) -> None:
     Raises:
         ValueError: there is no such leaf; tells those that there are.
     """
-    warn_of_lists(batch, number)
+    warn_of_lists(batch, number, lambda path: any(_is_under(path, name) for name in names))
     paths = leaf_paths(batch, with_none=True)
     for name in names:
         if not any(_is_under(path, name) for path in paths):

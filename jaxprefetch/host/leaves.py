@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,21 +64,23 @@ MANY_NUMBERS = 16
 """A list of so many Python numbers was meant to be an array: such are the columns of unformatted tables."""
 
 
-def warn_of_lists(tree: Any, number: int) -> None:
-    """Says that a list of many Python numbers becomes as many arrays, if there is one."""
+def warn_of_lists(tree: Any, number: int, is_kept: Callable[[str], bool]) -> None:
+    """Says that a list of many Python numbers becomes as many arrays, if there is one that does not stay as it is."""
     lists: dict[Any, int] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if path and isinstance(path[-1], jax.tree_util.SequenceKey) and is_number(leaf):
             lists[path[:-1]] = lists.get(path[:-1], 0) + 1
-    path, n = next(((path, n) for path, n in lists.items() if n >= MANY_NUMBERS), (None, 0))
-    if path is not None:
-        logger.warning(
-            "jaxprefetch: batch %d: %s is a list of %d Python numbers, each of which goes to the device as an array of "
-            'its own. Yield arrays instead (Hugging Face: with_format("numpy"); else np.asarray).',
-            number,
-            jax.tree_util.keystr(path, simple=True, separator="/") or "it",
-            n,
-        )
+    for path, n in lists.items():
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if n >= MANY_NUMBERS and not is_kept(name):
+            logger.warning(
+                "jaxprefetch: batch %d: %s is a list of %d Python numbers, each of which goes to the device as an "
+                'array of its own. Yield arrays (Hugging Face: with_format("numpy"); else np.asarray).',
+                number,
+                name or "it",
+                n,
+            )
+            return
 
 
 def as_host(leaf: Any, where: str) -> Any:
