@@ -244,15 +244,16 @@ def test_workers_forked_before_need_no_warning(fork_is_new, caplog):
 
 def test_a_worker_that_dies_is_an_error_in_its_place(quiet_child_signal):
     """Batches before it arrive in order, then PyTorch's own error, each time again; nothing hangs."""
+    gone = r"exited unexpectedly|Connection re|No such file"  # a batch that is on its way goes with its worker
     delivered = []
     with prefetch_to_device(loader(Rows(dies_at=13), num_workers=1, multiprocessing_context="fork")) as batches:
-        with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly") as caught:
+        with pytest.raises((RuntimeError, OSError), match=gone) as caught:
             for batch in batches:
                 delivered += rows([batch])
         assert delivered == in_order(4)[: len(delivered)]
         assert len(delivered) <= 3
         assert f"made batch {len(delivered)}" in caught.value.__notes__[0]
-        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        with pytest.raises(type(caught.value), match=gone):
             next(batches)
 
 
