@@ -255,6 +255,7 @@ def test_a_worker_that_dies_is_an_error_in_its_place(quiet_child_signal):
         assert f"made batch {len(delivered)}" in caught.value.__notes__[0]
         with pytest.raises(type(caught.value), match=gone):
             next(batches)
+    assert not multiprocessing.active_children()
 
 
 def test_an_error_of_a_worker_arrives_as_what_it_was():
@@ -267,6 +268,7 @@ def test_an_error_of_a_worker_arrives_as_what_it_was():
         for batch in batches:
             delivered += rows([batch])
     assert delivered == in_order(4)[:3]
+    assert not multiprocessing.active_children()
 
 
 def test_leaving_early_ends_the_workers():

@@ -1,4 +1,4 @@
-"""What is known of other packages' loaders that their methods do not tell; recognised without being imported.
+"""What is known of other packages' loaders that public methods do not tell; recognised without being imported.
 
 Synopsis:
 
@@ -10,7 +10,7 @@ Synopsis:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxprefetch.host.foreign import is_of
@@ -50,6 +50,17 @@ def forgets(source: Any) -> str | None:
 def is_streamed(source: Any) -> bool:
     """Whether it is a streaming data set of Hugging Face, which begins every pass where its state was set."""
     return is_of(type(source), "datasets", "IterableDataset")
+
+
+def worker_shutdown(iterator: Any) -> Callable[[], None] | None:
+    """What ends the worker processes of PyTorch's iterator now: the traceback of an error would keep them alive.
+
+    Persistent workers are the loader's, and stay. `_shutdown_workers` is looked for (seen in torch 2.13); without
+    it they end when nothing refers to the iterator any more.
+    """
+    if not is_of(type(iterator), "torch.utils.data", "_MultiProcessingDataLoaderIter"):
+        return None
+    return None if getattr(iterator, "_persistent_workers", True) else getattr(iterator, "_shutdown_workers", None)
 
 
 def _draws_its_seed(dataset: Any) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from jaxprefetch.host import forks
+from jaxprefetch.host.loaders import worker_shutdown
 
 AFTER_END = -1
 """Stands for the number of batches pulled where the end of the pass is told."""
@@ -85,8 +86,8 @@ def writes_batches(iterator: Any) -> bool:
 
 
 def close_iterator(iterator: Any) -> None:
-    """Calls `close()` where the iterator has one."""
-    close = getattr(iterator, "close", None)
+    """Calls `close()` where the iterator has one, or what stands for it."""
+    close = getattr(iterator, "close", None) or worker_shutdown(iterator)
     if callable(close):
         close()
 
