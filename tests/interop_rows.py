@@ -22,6 +22,9 @@ class Rows:
     def __init__(self, dies_at: int | None = None, fails_at: int | None = None):
         self.dies_at, self.fails_at = dies_at, fails_at
 
+    def __repr__(self) -> str:  # Grain compares data sources by it
+        return f"Rows({self.dies_at}, {self.fails_at})"
+
     def __len__(self) -> int:
         return LENGTH
 
