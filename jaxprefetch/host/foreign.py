@@ -130,8 +130,8 @@ def from_arrow(column: Any, where: str) -> np.ndarray:
     Raises:
         TypeError: there are nulls in it, or what is in it is no array of numbers.
     """
-    if hasattr(column, "combine_chunks"):
-        column = column.combine_chunks()
+    if hasattr(column, "chunks"):
+        column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies one, too
     shape: tuple[int, ...] = ()
     values, nulls = column, column.null_count
     while not nulls and hasattr(values.type, "list_size"):
