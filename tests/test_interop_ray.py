@@ -17,6 +17,7 @@ from jaxprefetch import prefetch_to_device
 
 pytestmark = [
     pytest.mark.interop,
+    pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning"),  # JAX's own, of `ray.init`
     pytest.mark.filterwarnings("ignore:`:DeprecationWarning:ray.data"),  # Ray 2.60 sets options that it deprecates
     pytest.mark.filterwarnings("ignore:`ray_remote_args` is deprecated"),  # and has no other name for max_retries yet
 ]
