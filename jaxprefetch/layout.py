@@ -21,7 +21,7 @@ from jaxprefetch.device.context import Context
 from jaxprefetch.device.placement import Target
 from jaxprefetch.device.plan import Plan, plan_leaf
 from jaxprefetch.host.batching import Mode
-from jaxprefetch.host.leaves import fetch, is_key
+from jaxprefetch.host.leaves import fetch, is_key, leaf_paths, warn_of_lists
 
 KeepOnHost = Callable[[str, Any], bool] | Sequence[str] | str | None
 
@@ -35,6 +35,12 @@ class StagingOptions:
     mask_key: Hashable = "mask"
     batch_axis: int = 0
     fresh_buffers: bool | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that `keep_on_host` gives."""
+        keep = self.keep_on_host or ()
+        return () if callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,12 +163,14 @@ def _is_under(path: str, name: str) -> bool:
     return path == name or path.startswith(name + "/")
 
 
-def check_names(names: Sequence[str], paths: Sequence[str], number: int) -> None:
-    """Whether each name of `keep_on_host` is that of a leaf.
+def check_first(batch: Any, names: Sequence[str], number: int) -> None:
+    """What is looked at in the first batch only: that each name of `keep_on_host` is that of a leaf, and lists.
 
     Raises:
-        ValueError: one is not; tells the leaves.
+        ValueError: there is no such leaf; tells those that there are.
     """
+    warn_of_lists(batch, number, lambda path: any(_is_under(path, name) for name in names))
+    paths = leaf_paths(batch, with_none=True)
     for name in names:
         if not any(_is_under(path, name) for path in paths):
             some = ", ".join(paths[:10]) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")

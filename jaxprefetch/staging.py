@@ -9,7 +9,7 @@ Synopsis:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,12 +23,13 @@ from jaxprefetch.host.batching import LastBatch
 from jaxprefetch.host.leaves import (
     as_host,
     fetch,
+    is_closed,
     leaf_paths,
     plain,
 )
 from jaxprefetch.host.pipeline import Reserve
 from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
-from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_names, named, signatures
+from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_first, named, signatures
 from jaxprefetch.offer import Described, Offer, stand_in
 from jaxprefetch.recent import Recent
 from jaxprefetch.shapes import Shapes
@@ -77,8 +78,6 @@ class Stager:
         self._sorting = Sorting(bool(options.fresh_buffers), sent_directly)
         self._placement = placement
         self._options = options
-        names = options.keep_on_host or ()
-        self._names = () if callable(names) else (names,) if isinstance(names, str) else tuple(names)
         self._policy = LastBatch(options.last_batch)
         self._structures: Recent[Any, Structure] = Recent()  # by treedef
         self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
@@ -183,7 +182,7 @@ class Stager:
     def _apart(self, raw: Any, number: int) -> Parts:
         leaves, treedef = jax.tree_util.tree_flatten(raw)
         plain_arrays = set(map(type, leaves)) == {np.ndarray}
-        if not plain_arrays and any(isinstance(leaf, Mapping) for leaf in leaves):
+        if not plain_arrays and any(is_closed(leaf) for leaf in leaves):
             raw = plain(raw)
             leaves, treedef = jax.tree_util.tree_flatten(raw)
         structure = self._structure(raw, treedef, number)
@@ -204,9 +203,9 @@ class Stager:
 
     def _new_structure(self, raw: Any, treedef: Any, number: int) -> Structure:
         if self.shapes.first is None:
-            check_names(self._names, leaf_paths(raw, with_none=True), number)
+            check_first(raw, self._options.names, number)
         paths = leaf_paths(raw)
-        return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._names))
+        return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._options.names))
 
     def _layout(self, parts: Parts, number: int) -> Layout:
         leaves = parts.leaves

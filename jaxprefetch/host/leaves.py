@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprefetch.errors import KEEP, add_note, deleted
+from jaxprefetch.host.foreign import Convert, conversion, is_table, table_columns
+
+logger = logging.getLogger("jaxprefetch")
 
 
 def is_number(leaf: Any) -> bool:
@@ -26,16 +30,57 @@ def is_number(leaf: Any) -> bool:
 
 
 def plain(tree: Any) -> Any:
-    """The same tree with mappings that JAX does not know as dicts."""
-    while any(isinstance(leaf, Mapping) for leaf in jax.tree_util.tree_leaves(tree)):
-        tree = jax.tree_util.tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree)
+    """The same tree with mappings that JAX does not know, and Arrow's tables, as dicts.
+
+    Raises:
+        ValueError: columns of a table share a name.
+    """
+    while any(is_closed(leaf) for leaf in jax.tree_util.tree_leaves(tree)):
+        tree = jax.tree_util.tree_map(lambda leaf: _opened(leaf) if is_closed(leaf) else leaf, tree)
     return tree
+
+
+_closed: dict[type, bool] = {}
+
+
+def is_closed(leaf: Any) -> bool:
+    """Whether `plain` makes a dict of it."""
+    kind = type(leaf)
+    known = _closed.get(kind)
+    return _closed.setdefault(kind, issubclass(kind, Mapping) or is_table(kind)) if known is None else known
+
+
+def _opened(leaf: Any) -> dict[Any, Any]:
+    return table_columns(leaf) if is_table(type(leaf)) else dict(leaf)
 
 
 def leaf_paths(tree: Any, *, with_none: bool = False) -> tuple[str, ...]:
     """Names of the leaves, in order: `image/rgb`; the only leaf of a bare batch is called `batch`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=(lambda x: x is None) if with_none else None)
     return tuple(jax.tree_util.keystr(path, simple=True, separator="/") or "batch" for path, _ in paths)
+
+
+MANY_NUMBERS = 16
+"""A list of so many Python numbers was meant to be an array: such are the columns of unformatted tables."""
+
+
+def warn_of_lists(tree: Any, number: int, is_kept: Callable[[str], bool]) -> None:
+    """Says that a list of many Python numbers becomes as many arrays, if there is one that does not stay as it is."""
+    lists: dict[Any, int] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if path and isinstance(path[-1], jax.tree_util.SequenceKey) and is_number(leaf):
+            lists[path[:-1]] = lists.get(path[:-1], 0) + 1
+    for path, n in lists.items():
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if n >= MANY_NUMBERS and not is_kept(name):
+            logger.warning(
+                "jaxprefetch: batch %d: %s is a list of %d Python numbers, each of which goes to the device as an "
+                'array of its own. Yield arrays (Hugging Face: with_format("numpy"); else np.asarray).',
+                number,
+                name or "it",
+                n,
+            )
+            return
 
 
 def as_host(leaf: Any, where: str) -> Any:
@@ -46,20 +91,48 @@ def as_host(leaf: Any, where: str) -> Any:
         ValueError: the source deleted or donated this array.
         Exception: what the leaf's own `__array__` raises.
     """
+    kind = type(leaf)
+    convert = _conversions.get(kind) or _conversions.setdefault(kind, _find_conversion(leaf))
+    return convert(leaf, where)
+
+
+_conversions: dict[type, Convert] = {}
+"""By the type of leaf: asked for each leaf of each batch, and found once."""
+
+
+def _find_conversion(leaf: Any) -> Convert:
     if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise deleted(where)
-        return leaf
+        return _alive
     if is_number(leaf):
-        return leaf
+        return _as_it_is
     if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(f"{where}: masked arrays have no place on a device. Pass leaf.filled(value) and the mask.")
-    if isinstance(leaf, (np.ndarray, np.generic)) or hasattr(leaf, "__array__"):
-        try:
-            return np.asarray(leaf)
-        except Exception as error:
-            add_note(error, f"jaxprefetch: {where}: raised where {type(leaf).__name__} became a NumPy array")
-            raise
+        return _refuse_masked
+    return conversion(type(leaf)) or (_as_array if hasattr(leaf, "__array__") else _refuse)
+
+
+def _alive(leaf: Any, where: str) -> Any:
+    if leaf.is_deleted():
+        raise deleted(where)
+    return leaf
+
+
+def _as_it_is(leaf: Any, where: str) -> Any:
+    return leaf
+
+
+def _as_array(leaf: Any, where: str) -> np.ndarray:
+    try:
+        return np.asarray(leaf)
+    except Exception as error:
+        add_note(error, f"jaxprefetch: {where}: raised where {type(leaf).__name__} became a NumPy array")
+        raise
+
+
+def _refuse_masked(leaf: Any, where: str) -> Any:
+    raise TypeError(f"{where}: masked arrays have no place on a device. Pass leaf.filled(value) and the mask.")
+
+
+def _refuse(leaf: Any, where: str) -> Any:
     raise TypeError(f"{where}: {type(leaf).__name__} cannot go to a device. {KEEP}")
 
 

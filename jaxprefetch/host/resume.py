@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxprefetch.host.loaders import forgets, is_streamed, shuffles_anew
 from jaxprefetch.host.source import Source, close_iterator, origin
 
 CURE = (
@@ -59,13 +60,12 @@ class ResumableSource(Source):
         super().__init__(source)
         if resume not in (None, "replay"):
             raise ValueError(f"resume: expected None or 'replay', got {resume!r}.")
-        if resume is not None and shuffles_anew(source):
-            raise ValueError(
-                f"resume='replay': this {type(source).__name__} shuffles with the global random state, so its order "
-                "does not repeat. Give it a generator of its own (generator=torch.Generator().manual_seed(0))."
-            )
+        if resume is not None and (why := shuffles_anew(source)):
+            raise ValueError(f"resume='replay': {why}")
         self.replays = resume is not None
-        self._loads = not self.replays and _has(source, "state_dict", "load_state_dict")
+        self._forgets = forgets(source)
+        self._loads = not self.replays and not self._forgets and _has(source, "state_dict", "load_state_dict")
+        self._sticks = False  # the state that was loaded would be where the next pass begins, too
         self.resumable = self.replays or self._loads  # or its iterator has a state, as is known when it is there
         self._opened: Any = None  # an iterator that no pass has taken over yet
         self._passes_to_skip = 0
@@ -109,8 +109,11 @@ class ResumableSource(Source):
         return self._own(None if self._loads or self.replays else self._open())
 
     def place_after(self) -> Any:
-        """The own state after the end of a pass, from which the next one begins."""
-        return self._own(None) if self._loads else None
+        """The own state after the end of a pass, from which the next one begins; None is the beginning."""
+        if self._sticks:
+            self._source.load_state_dict({})
+            self._sticks = False
+        return self._own(None) if self._loads and not is_streamed(self._source) else None
 
     @property
     def how(self) -> str:
@@ -130,10 +133,11 @@ class ResumableSource(Source):
 
     def refusal(self) -> TypeError:
         """The error for a source that nothing brings back to its place."""
-        return TypeError(
-            f"source: a {type(self._source).__name__} cannot be resumed: it has no state_dict() and load_state_dict(), "
-            f"as torchdata's loaders have, and its iterator no get_state() and set_state(), as Grain's have. {CURE}"
+        why = self._forgets or (
+            "it has no state_dict() and load_state_dict(), as torchdata's loaders have, and its iterator no "
+            "get_state() and set_state(), as Grain's have."
         )
+        return TypeError(f"source: a {type(self._source).__name__} cannot be resumed: {why} {CURE}")
 
     def go_to(self, number_of_pass: int, taken: int, own: Any) -> None:
         """The next pass begins behind so many batches of that one. On the thread that pulls.
@@ -148,6 +152,9 @@ class ResumableSource(Source):
             self._passes_to_skip = 0 if same else number_of_pass
             self._to_skip = iter(range(taken))
         elif own is not None and self._loads:
+            self._sticks = is_streamed(self._source)
+            if self._sticks and "epoch" in own:  # else it takes the state for that of another epoch, and begins anew
+                self._source.set_epoch(own["epoch"])
             self._source.load_state_dict(own)
         elif own is not None:
             origin(self._open()).set_state(own)
@@ -169,13 +176,6 @@ class ResumableSource(Source):
         if self._opened is None:
             self._opened = super().open()
         return self._opened
-
-
-def shuffles_anew(source: Any) -> bool:
-    """Whether it is a PyTorch loader whose order comes from the global random state."""
-    sampler = getattr(source, "sampler", None)
-    of_torch = any(kind.__module__.startswith("torch.utils.data") for kind in type(source).__mro__)
-    return of_torch and "Random" in type(sampler).__name__ and getattr(sampler, "generator", 0) is None
 
 
 def _has_state(iterator: Any) -> bool:

@@ -13,6 +13,9 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from jaxprefetch.host import forks
+from jaxprefetch.host.loaders import worker_shutdown
+
 AFTER_END = -1
 """Stands for the number of batches pulled where the end of the pass is told."""
 
@@ -61,6 +64,7 @@ class Source:
             )
         if not any(hasattr(source, name) for name in ("__iter__", "__next__", "__getitem__", "read_into")):
             raise TypeError(f"source: expected an iterable of batches, got {type(source).__name__}.")
+        forks.watch()
         self._source = source
         is_iterator = hasattr(source, "__next__") or (writes_batches(source) and not hasattr(source, "__iter__"))
         self.reiterable = not is_iterator
@@ -82,8 +86,8 @@ def writes_batches(iterator: Any) -> bool:
 
 
 def close_iterator(iterator: Any) -> None:
-    """Calls `close()` where the iterator has one."""
-    close = getattr(iterator, "close", None)
+    """Calls `close()` where the iterator has one, or what stands for it."""
+    close = getattr(iterator, "close", None) or worker_shutdown(iterator)
     if callable(close):
         close()
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxprefetch.host.copying import CHUNK_BYTES, PARALLEL_BYTES, Copier
-from jaxprefetch.host.leaves import as_host, fetch, is_number, leaf_paths, plain
+from jaxprefetch.host.leaves import as_host, fetch, is_closed, is_number, leaf_paths, plain
 
 SHARED_BYTES = 16 << 10
 """Leaves of samples that are smaller are copied on the calling thread: others would wait for the interpreter."""
@@ -77,7 +77,7 @@ def _fill(array: np.ndarray, column: Sequence[Any], start: int, stop: int) -> No
 
 def _columns(samples: Sequence[Any], arrays: Sequence[np.ndarray], where: str) -> Sequence[Sequence[Any]]:
     """For each array the leaves of all samples, which fit into its rows."""
-    if any(isinstance(leaf, Mapping) for leaf in jax.tree_util.tree_leaves(samples[0])):
+    if any(is_closed(leaf) for leaf in jax.tree_util.tree_leaves(samples[0])):
         samples = [plain(sample) for sample in samples]
     leaves, structure = jax.tree_util.tree_flatten(list(samples))  # one call for all: a call for each is slow
     if structure != jax.tree_util.tree_structure([samples[0]] * len(samples)):

@@ -1,0 +1,51 @@
+"""Rows for the loaders of other packages, which their worker processes can import without JAX.
+
+DataLoader(Rows(), batch_size=4, num_workers=2)     # batches of rows 0-3, 4-7, ...
+DataLoader(Rows(dies_at=13), ...)                   # the worker that makes row 13 is gone
+DataLoader(Rows(fails_at=13), ...)                  # the worker that makes row 13 raises ValueError
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+LENGTH = 24
+
+
+class Rows:
+    """A map-style data set: row i is full of i."""
+
+    def __init__(self, dies_at: int | None = None, fails_at: int | None = None):
+        self.dies_at, self.fails_at = dies_at, fails_at
+
+    def __repr__(self) -> str:  # Grain compares data sources by it
+        return f"Rows({self.dies_at}, {self.fails_at})"
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.dies_at:
+            os._exit(7)
+        if index == self.fails_at:
+            raise ValueError(f"row {index} is broken")
+        return {"x": np.full(3, index, np.float32), "y": np.int32(index)}
+
+
+def rows(batches: Iterable[Any]) -> list[list[int]]:
+    """Which rows each batch has, as its two leaves agree."""
+    out = []
+    for batch in batches:
+        y = np.asarray(batch["y"])
+        np.testing.assert_array_equal(np.asarray(batch["x"]), np.repeat(y[:, None], 3, axis=1))
+        out.append(y.tolist())
+    return out
+
+
+def in_order(size: int) -> list[list[int]]:
+    """All rows in batches of this size."""
+    return [list(range(start, min(start + size, LENGTH))) for start in range(0, LENGTH, size)]
