@@ -35,9 +35,9 @@ from jaxprefetch.device.window import Window
 from jaxprefetch.host.batching import Mode
 from jaxprefetch.host.inbox import Closed, Inbox
 from jaxprefetch.host.memory import default_host_bytes
-from jaxprefetch.layout import StagingOptions
+from jaxprefetch.layout import Staged, StagingOptions
 from jaxprefetch.shapes import Shapes
-from jaxprefetch.staging import Staged, Stager, stager
+from jaxprefetch.staging import Stager, stager
 from jaxprefetch.turn import Turn
 
 T = TypeVar("T")

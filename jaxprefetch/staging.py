@@ -10,7 +10,6 @@ Synopsis:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jaxprefetch.device.pinning import Pinning
 from jaxprefetch.device.placement import Placement, Target
 from jaxprefetch.device.plan import LeafPlan, Plan
 from jaxprefetch.errors import Noted
+from jaxprefetch.fillers import Fillers
 from jaxprefetch.host.batching import LastBatch
 from jaxprefetch.host.leaves import (
     Separate,
@@ -36,19 +36,10 @@ from jaxprefetch.host.leaves import (
 )
 from jaxprefetch.host.pipeline import Reserve
 from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
-from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_names, named, signature
+from jaxprefetch.layout import Layout, Parts, Staged, StagingOptions, Structure, check_names, named, signature
 from jaxprefetch.offer import Offer, stand_in
 from jaxprefetch.recent import Recent
 from jaxprefetch.shapes import Shapes
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A batch from which can be sent: its leaves are in host memory of their own, or arrays on devices already."""
-
-    leaves: list[Any]
-    plan: Plan
-    slot: Slot | Fresh
 
 
 def stager(placement: Placement, options: StagingOptions, max_host_bytes: int | None) -> Stager:
@@ -90,6 +81,7 @@ class Stager:
         self._structures: Recent[Any, Structure] = Recent()  # by treedef
         self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
         self.shapes = Shapes(options.last_batch)  # compares each batch with the first
+        self.fillers: Fillers | None = None  # set where padding may have to follow the end
 
     @property
     def element_spec(self) -> Any:
@@ -132,6 +124,15 @@ class Stager:
         with Noted(f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}"):
             return self._stage(raw, number, reserve)
 
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether fewer batches may be delivered than the source has."""
+        return self._options.last_batch == "drop"
+
+    def filler(self, number: int) -> Staged | None:
+        """A batch like the last one, all of it padding."""
+        return None if self.fillers is None else self.stage(self.fillers.batch(), number, lambda nbytes: None)
+
     def _offer(self, spec: Any, number: int, reserve: Reserve) -> Offer:
         spec = plain(spec)
         leaves, treedef = jax.tree_util.tree_flatten(spec)
@@ -162,6 +163,8 @@ class Stager:
                 if offer is not None and offer.plan is not None:
                     reserve(-offer.plan.host_bytes)
                 return None
+            if self.fillers is not None:
+                self.fillers.note(parts, rows, self._options.batch_axis)
         plan, order = layout.plan(leaves, deliver=deliver, number=number, context=self._placement.context)
         self.shapes.compare(plan, number)
         if offer is None or offer.plan is None:
