@@ -10,8 +10,8 @@ Synopsis:
 To the loop an agreement that takes its time looks like a slow source: the window stays as it is, batch k is handed out
 when its device would go idle, and a source that needs the result of a step gets it. The reader works on meanwhile.
 
-Where the lengths of all sources are known there is one agreement, on batch 0. Then batches pass by themselves, and once
-a second somebody looks whether another process has failed.
+Where the lengths of all sources are known only the first batch and the last are agreed on. Others pass by themselves,
+and once a second somebody looks whether another process has failed.
 """
 
 from __future__ import annotations
@@ -182,9 +182,10 @@ class Gate(Shelf):
         if self._cards.uneven == "drop" and number == self._length:
             return End()
         item = self._own(number)
-        if item is None or self._length is None:
-            return item and self._by_count(number, item)
-        return self._by_length(number, item)
+        if item is None:
+            return None
+        agreed = self._length is not None and number != self._length - 1  # the last may be shorter in some only
+        return self._by_length(number, item) if agreed else self._by_count(number, item)
 
     def _own(self, number: int) -> Any:
         """This process's item; None when cancelled."""
@@ -203,22 +204,22 @@ class Gate(Shelf):
 
     def _by_count(self, number: int, item: Any) -> Any:
         """What becomes of it by what all have announced."""
-        failed = isinstance(item, End) and item.error is not None
-        if failed:
+        if isinstance(item, End) and item.error is not None:
             self._agreement.fail(number, told(item.error, self._cards.process, number))
-        elif number == 0:
+            return item
+        if number == 0:
             self._agreement.announce(0, None, card=self._cards.card(item, self._own_length))
         else:
             self._agreement.announce(number, self._cards.note(item, self._ended_at))
         if (verdict := self._verdict(number)) is None:
             return None
         if "error" in verdict:
-            return item if failed and verdict.get("process") == self._cards.process else End(error_of(verdict))
+            return End(error_of(verdict))
         if "end" in verdict:
             if verdict["end"]:
                 logger.info("jaxprefetch: %s. All stop there, for uneven='drop'.", verdict["end"])
             return End()
-        self._length = verdict.get("length")
+        self._length = verdict.get("length", self._length)
         return self._padding(number) if isinstance(item, End) else item
 
     def _by_length(self, number: int, item: Any) -> Any:
