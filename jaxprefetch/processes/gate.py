@@ -46,11 +46,11 @@ CLOSE_SECONDS = 1.5
 
 
 class _Failed(Exception):
-    """Another process has failed; carries the error for this one."""
+    """Another process has failed; carries what it has told."""
 
-    def __init__(self, error: Exception):
-        super().__init__(str(error))
-        self.error = error
+    def __init__(self, failure: dict[str, Any]):
+        super().__init__(failure["error"])
+        self.failure = failure
 
 
 class Gate(Shelf):
@@ -162,7 +162,7 @@ class Gate(Shelf):
         try:
             item = self._next(number)
         except _Failed as failed:
-            item = End(failed.error)
+            item = End(error_of(failed.failure))
         except Exception as error:
             add_note(error, f"jaxprefetch: raised while the processes agreed on batch {number}")
             item = End(error)
@@ -195,7 +195,7 @@ class Gate(Shelf):
                     return None
             elif (failure := self._failure_of_others(number)) is not None:
                 if self._length is None:
-                    self._agreement.settle(number, {"error": str(failure)})
+                    self._agreement.settle(number, failure)
                 raise _Failed(failure)
         item = self._reader.items.get(number) or End()
         if _is_end(item) and self._ended_at is None:
@@ -247,7 +247,7 @@ class Gate(Shelf):
                 continue
             self._tell_what_comes()
             if (failure := self._failure_of_others(number)) is not None:
-                self._agreement.settle(number, {"error": str(failure)})
+                self._agreement.settle(number, failure)
             elif waited > SAY_AFTER_SECONDS / 2 * (said + 1) and said < 2:
                 said += 1
                 self._say(number, waited, first=said == 1)
@@ -266,8 +266,8 @@ class Gate(Shelf):
             if isinstance(item, End) and item.error is not None:
                 self._agreement.fail(number, told(item.error, self._cards.process, number))
 
-    def _failure_of_others(self, number: int) -> Exception | None:
-        """The error for this item, if another process has failed here or before, or a good while ago."""
+    def _failure_of_others(self, number: int) -> dict[str, Any] | None:
+        """What another process has told that has failed at this item or before, or a good while ago."""
         self._looked = time.monotonic()
         failure = self._agreement.failure()
         if failure is None or failure["process"] == self._cards.process:
@@ -278,7 +278,7 @@ class Gate(Shelf):
             self._failed_at = self._failed_at or self._looked
             if self._looked - self._failed_at < GRACE_SECONDS:
                 return None
-        return error_of(failure)
+        return failure
 
     def _padding(self, number: int) -> Any:
         """A batch of padding, once it is wanted; None when cancelled."""
