@@ -231,10 +231,10 @@ class Gate(Shelf):
             return item
         if ended and self._ended_at == said:
             return item if number == self._length else self._padding(number)
-        if ended or not isinstance(item, End):
-            item = End(wrong_length(said, number, ended=ended))
-        self._agreement.fail(number, told(item.error, self._cards.process, number))
-        return item
+        own = item.error if isinstance(item, End) else None
+        error = own or wrong_length(said, number, ended=ended)
+        self._agreement.fail(number, told(error, self._cards.process, number))
+        return End(error)
 
     def _verdict(self, number: int) -> dict[str, Any] | None:
         """What was decided; None when cancelled. Waits in short requests, for a close has to wait for each."""

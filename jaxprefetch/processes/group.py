@@ -35,7 +35,8 @@ class Group:
     def __init__(self, process: int, devices: Iterable[Any], uneven: Uneven):
         first = {device.process_index: device for device in sorted(devices, key=lambda device: -device.id)}
         self.devices = tuple(first[number] for number in sorted(first))
-        self.process, self.processes, self.uneven = process, tuple(sorted(first)), uneven
+        self.process, self.processes = process, tuple(sorted(first))
+        self.uneven: Uneven = uneven
         if len(self.processes) > MOST_PROCESSES:
             raise ValueError(f"sharding: {len(self.processes)} processes; at most {MOST_PROCESSES} can agree.")
         number, _made[self.processes] = _made[self.processes], _made[self.processes] + 1

@@ -67,7 +67,9 @@ def names(processes: Sequence[int]) -> str:
             spans[-1][1] = process
         else:
             spans.append([process, process])
-    parts = [str(a) if a == b else f"{a} and {b}" if b == a + 1 and len(spans) == 1 else f"{a}-{b}" for a, b in spans]
+    parts = []
+    for a, b in spans:
+        parts += [f"{a}-{b}"] if b > a + 1 else [str(process) for process in range(a, b + 1)]
     text = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
     return f"process {text}" if len(processes) == 1 else f"processes {text}"
 
@@ -121,13 +123,15 @@ def _difference(leaves: Mapping[int, Leaves]) -> str | None:
     ours, theirs = leaves[some[0]], leaves[others[0]]
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     a, b = (sent[at] if at < len(sent) else None for sent in (ours, theirs))
-    told = ", and ".join(f"{names(group)} {_sends(leaf)}" for group, leaf in ((some, a), (others, b)))
+    told = ", and ".join(f"{names(group)} {_sends(leaf, group)}" for group, leaf in ((some, a), (others, b)))
     where = (a or b or ("batch",))[0]
     return f"leaf {where} is not the same in all processes: {told}. Each yields its rows of one global array."
 
 
-def _sends(leaf: Sequence[str] | None) -> str:
-    return "has no such leaf" if leaf is None else f"sends {leaf[0]}: {leaf[1]} ({leaf[2]})"
+def _sends(leaf: Sequence[str] | None, processes: Sequence[int]) -> str:
+    if leaf is None:
+        return f"{_has(processes)} no such leaf"
+    return f"{'sends' if len(processes) == 1 else 'send'} {leaf[0]}: {leaf[1]} ({leaf[2]})"
 
 
 def _told(leaves: Leaves) -> str:
