@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 
-LIMIT_S = 120
+LIMIT_S = 110
 Scenario = Callable[[int, Path], None]
 
 

@@ -46,9 +46,7 @@ def check(sharding: Any, *, of: int = 3) -> None:
 
     from jaxprefetch import prefetch_to_device
 
-    total = jax.jit(
-        lambda x: x.sum(), out_shardings=jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    )
+    total = jax.jit(lambda x: x.sum(), out_shardings=sharded(sharding.mesh))
     source = (own_part(sharding, whole(number)) for number in range(of))
     with prefetch_to_device(source, sharding=sharding) as batches:
         number = -1

@@ -60,6 +60,8 @@ class Gathered(Shelf):
 
         Blocking: for this process's batch, then for those of all others.
         """
+        if isinstance(self._reader, Inline):
+            return  # `wait` is called for the same batches in every process
         while self._passed <= taken and not self._over:
             self._pass_one()
         if not self._over:
@@ -68,9 +70,8 @@ class Gathered(Shelf):
 
     def wait(self, number: int, timeout: float | None) -> bool:
         """Whether item `number` is there: batch 0 once all have it, others when `before_next` has said so."""
-        if number == 0:
-            while not self._passed:
-                self._pass_one()
+        while self._passed <= number and not self._over and (number == 0 or isinstance(self._reader, Inline)):
+            self._pass_one()
         return super().wait(number, timeout)
 
     def give_room(self, issued: int, landed: int) -> None:
