@@ -53,7 +53,7 @@ class DevicePrefetcher(Generic[T]):
     ):
         self._source = source
         self.reiterable = source.reiterable
-        self._places = Places(source)
+        self._places = Places(source, one_back=reading.pads)
         self._stager = stager
         self._reading = reading
         self._context = placement.context
@@ -254,8 +254,9 @@ class DevicePrefetcher(Generic[T]):
             return
         self._stager.begin_pass(self._places.rows)
         pipeline = Pipeline(self._source, self._stager)
-        self._places.begin_pass(pipeline.places)
-        reader = self._reading.begin_pass(pipeline, SourceContext(self._context).entered, self._source, self._stager)
+        self._places.begin_pass(pipeline.places, lambda: pipeline.times.pulled)
+        context, again = SourceContext(self._context).entered, bool(self._places.ahead)
+        reader = self._reading.begin_pass(pipeline, context, self._source, self._stager, again=again)
         self._past, self._times = self._past.plus(self._times), pipeline.times
         self._feed.begin_pass(reader)
         self._readers.append(reader)

@@ -19,6 +19,7 @@ from jaxprefetch.processes.gate import Gate
 from jaxprefetch.processes.gathered import Gathered
 from jaxprefetch.processes.group import Group
 from jaxprefetch.processes.service import Service
+from jaxprefetch.processes.skipping import SkipsFirst
 from jaxprefetch.staging import Stager
 
 AnyReader = Reader | Inline | Gate | Gathered
@@ -43,12 +44,21 @@ class Reading:
         """Whether the loop pulls itself."""
         return not self._host_size
 
+    @property
+    def pads(self) -> bool:
+        """Whether padding may follow the end of the source."""
+        return self._group is not None and self._group.uneven == "pad"
+
     def begin_pass(
-        self, pipeline: Pipeline, context: EnterContext, source: ResumableSource, stager: Stager
+        self, pipeline: Pipeline, context: EnterContext, source: ResumableSource, stager: Stager, *, again: bool
     ) -> AnyReader:
-        """What reads the next pass, not started yet."""
+        """What reads the next pass, not started yet.
+
+        Args:
+            again: the first batch was taken before a restart, and only shows what padding is like.
+        """
         if self._host_size:
-            reader: Reader | Inline = Reader(
+            reader: Reader | Inline | SkipsFirst = Reader(
                 pipeline, context=context, host_size=self._host_size, max_host_bytes=self._max_host_bytes
             )
         else:
@@ -57,11 +67,15 @@ class Reading:
             return reader
         self._begun = True
         cards = Cards(self._group.process, self._group.uneven)
+        if again:
+            reader = SkipsFirst(reader, cards.see)
         if self._service is None:
-            return Gathered(reader, self._group.devices, cards, stager.filler)
+            return Gathered(reader, self._group.devices, cards, stager.filler, inline=self.inline)
         agreement, length = self._group.begin_pass(self._service), source.length()
         if stager.may_leave_out:
             length = None
+        elif again and length is not None:
+            length -= 1
         return Gate(reader, agreement, cards, stager.filler, length=length, host_size=self._host_size)
 
     def close(self) -> None:

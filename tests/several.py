@@ -37,13 +37,13 @@ class Reports:
     """What became of the scenarios."""
 
     def __init__(self, folder: Path, processes: int):
-        self._folder, self._processes = folder, processes
+        self.folder, self._processes = folder, processes
 
     def check(self, name: str) -> None:
         """All processes got through this scenario with the right values."""
         for rank in range(self._processes):
-            path = self._folder / f"{name} {rank}"
-            output = (self._folder / f"output {rank}").read_text()[-5000:]
+            path = self.folder / f"{name} {rank}"
+            output = (self.folder / f"output {rank}").read_text()[-5000:]
             told = path.read_text() if path.exists() else f"process {rank} did not get through {name}:\n{output}"
             assert told == "right", f"process {rank}: {told}"
 

@@ -11,7 +11,8 @@ FOUR = [0, 1, 2, 3]
 
 
 def card(leaves=(X,), length=None, uneven="error"):
-    return {"leaves": None if leaves is None else [list(leaf) for leaf in leaves], "length": length, "uneven": uneven}
+    leaves = None if leaves is None else [list(leaf) for leaf in leaves]
+    return {"leaves": leaves, "ended": leaves is None, "length": length, "uneven": uneven}
 
 
 def ended(*processes: int, after: int = 12, uneven: str = "error"):

@@ -35,8 +35,12 @@ class Cards:
     def card(self, item: Any, length: int | None) -> dict[str, Any]:
         """Of batch 0, or of its absence."""
         if not isinstance(item, End):
-            self._plan, self._leaves = item.plan, [_described(leaf) for leaf in item.plan.leaves]
-        return {"leaves": self._leaves, "length": length, "uneven": self.uneven}
+            self.see(item)
+        return {"leaves": self._leaves, "ended": isinstance(item, End), "length": length, "uneven": self.uneven}
+
+    def see(self, item: Any) -> None:
+        """What the next batch is compared with."""
+        self._plan, self._leaves = item.plan, [_described(leaf) for leaf in item.plan.leaves]
 
     def note(self, item: Any, ended_at: int | None) -> dict[str, Any] | None:
         """Of a later batch; None where there is nothing to tell.
@@ -48,8 +52,8 @@ class Cards:
             return {"ended": ended_at, "uneven": self.uneven}
         if item.plan is self._plan:
             return None
-        before, self._plan = self._leaves, item.plan
-        self._leaves = [_described(leaf) for leaf in item.plan.leaves]
+        before = self._leaves
+        self.see(item)
         return None if self._leaves == before else {"leaves": self._leaves}
 
     def is_like_the_last(self, item: Any) -> bool:

@@ -31,6 +31,7 @@ from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.shelf import Shelf
 from jaxprefetch.processes.agreement import Agreement
 from jaxprefetch.processes.cards import Cards, error_of, gone, told, wrong_length
+from jaxprefetch.processes.skipping import SkipsFirst
 from jaxprefetch.processes.verdict import names
 
 logger = logging.getLogger("jaxprefetch")
@@ -69,7 +70,7 @@ class Gate(Shelf):
 
     def __init__(
         self,
-        reader: Reader | Inline,
+        reader: Reader | Inline | SkipsFirst,
         agreement: Agreement,
         cards: Cards,
         filler: Callable[[int], Any],

@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    gathered = Gathered(reader, devices, Cards(1, "error"), filler)
+    gathered = Gathered(reader, devices, Cards(1, "error"), filler, inline=False)
     gathered.before_next(12)             # on the loop's thread, in every process: batch 12 passes, or the end
     gathered.items[12]
 
@@ -27,6 +27,7 @@ from jaxprefetch.host.pipeline import End, Inline
 from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.shelf import Shelf
 from jaxprefetch.processes.cards import Cards, error_of, told
+from jaxprefetch.processes.skipping import SkipsFirst
 from jaxprefetch.processes.verdict import decide
 
 logger = logging.getLogger("jaxprefetch")
@@ -40,10 +41,20 @@ class Gathered(Shelf):
         devices: one of each process.
         cards: what to tell of batches.
         filler: makes a staged batch of padding, for after this process's own end.
+        inline: the reader has no thread.
     """
 
-    def __init__(self, reader: Reader | Inline, devices: Iterable[Any], cards: Cards, filler: Callable[[int], Any]):
+    def __init__(
+        self,
+        reader: Reader | Inline | SkipsFirst,
+        devices: Iterable[Any],
+        cards: Cards,
+        filler: Callable[[int], Any],
+        *,
+        inline: bool,
+    ):
         super().__init__()
+        self._inline = inline
         self._reader, self._cards, self._filler = reader, cards, filler
         self._devices = tuple(sorted(devices, key=lambda device: device.process_index))
         self._processes = [device.process_index for device in self._devices]
@@ -60,7 +71,7 @@ class Gathered(Shelf):
 
         Blocking: for this process's batch, then for those of all others.
         """
-        if isinstance(self._reader, Inline):
+        if self._inline:
             return  # `wait` is called for the same batches in every process
         while self._passed <= taken and not self._over:
             self._pass_one()
@@ -70,7 +81,7 @@ class Gathered(Shelf):
 
     def wait(self, number: int, timeout: float | None) -> bool:
         """Whether item `number` is there: batch 0 once all have it, others when `before_next` has said so."""
-        while self._passed <= number and not self._over and (number == 0 or isinstance(self._reader, Inline)):
+        while self._passed <= number and not self._over and (number == 0 or self._inline):
             self._pass_one()
         return super().wait(number, timeout)
 

@@ -2,7 +2,8 @@
 
 Synopsis:
 
-    card = {"leaves": [("x", "float32[4, 2]", "float32[8, 2]")], "length": None, "uneven": "error"}
+    leaves = [("x", "float32[4, 2]", "for a global float32[8, 2]")]
+    card = {"leaves": leaves, "ended": False, "length": None, "uneven": "error"}
     decide(0, [0, 1], card, {})                                        # {"go": True}: both have sent this card
     decide(12, [0, 1], None, {1: {"ended": 12, "uneven": "error"}})    # an error: process 1 has ended, process 0 not
 
@@ -32,8 +33,8 @@ def decide(number: int, processes: Sequence[int], first: Mapping[str, Any] | Non
     Args:
         number: of the batch, in this pass since a restart.
         processes: all that take part.
-        first: for batch 0, the card of whoever came first: `leaves` (None: it has ended), `length` (None: not
-            known), `uneven`.
+        first: for batch 0, the card of whoever came first: `leaves` (None: it knows of no batch), whether it has
+            `ended`, `length` (None: not known), `uneven`.
         notes: of the processes that have something to tell: for batch 0 a `card` that differs from the first; later
             `ended` (after how many batches), `leaves` where they are not those of the batch before, `uneven`.
     """
@@ -44,17 +45,18 @@ def decide(number: int, processes: Sequence[int], first: Mapping[str, Any] | Non
     if len(modes) > 1:
         told = ", ".join(f"{names(group)} uneven={mode!r}" for mode, group in modes.items())
         return _error(number, f"the prefetchers were made differently: {told}. Make them alike in every process.")
-    begun = {process: card["leaves"] for process, card in cards.items() if card["leaves"] is not None}
-    if (difference := _difference(begun)) is not None:
+    known = {process: card["leaves"] for process, card in cards.items() if card["leaves"] is not None}
+    if (difference := _difference(known)) is not None:
         return _error(number, difference)
-    ended = {process: 0 for process in processes if process not in begun}
-    if ended and begun and first["uneven"] == "pad":
+    ended = {process: 0 for process in processes if cards[process]["ended"]}
+    without = [process for process in ended if process not in known]
+    if without and len(ended) < len(processes) and first["uneven"] == "pad":
         return _error(
             number,
-            f"{names(list(ended))} {_has(ended)} no batch at all, so that there is nothing to pad like. Let every "
+            f"{names(without)} {_has(without)} no batch at all, so that there is nothing to pad like. Let every "
             "process have a batch at least.",
         )
-    if ended:
+    if len(ended) == len(processes) or (ended and first["uneven"] != "pad"):
         return _uneven(number, processes, ended, first["uneven"])
     return _by_length(processes, {process: card["length"] for process, card in cards.items()}, first["uneven"])
 
