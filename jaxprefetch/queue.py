@@ -51,6 +51,10 @@ class DeviceQueue(Generic[T]):
     again. A thread that gets puts the batches after its own on the devices before it returns, so that their copies hide
     behind its step, as with `prefetch_to_device`.
 
+    With devices of several processes in `sharding` every process has a queue of its own, and nothing is agreed on: all
+    have to put, and take, the same number of batches of the same shapes. One that takes a batch more than the others
+    have is, in the step that it gives it to, in a collective without them.
+
     Args:
         size: batches that were put and not taken; at this bound `put` waits. On the devices there are besides the
             batches of the consumers: one for each thread that takes batches, until it takes the next.

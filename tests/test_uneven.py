@@ -347,6 +347,27 @@ def memory_of_the_service(rank: int, folder: pathlib.Path) -> None:
 
 
 @scenario
+def queues(rank: int, folder: pathlib.Path) -> None:
+    """Each process has a queue of its own; what all put and take alike becomes global arrays."""
+    from jaxprefetch import DeviceQueue
+
+    with DeviceQueue(4, sharding=shardings()) as queue:
+        for batch in some(rank, 3):
+            queue.put(batch)
+        queue.close()
+        assert firsts(queue) == expected(rank, 3)
+
+
+@scenario
+def caches(rank: int, folder: pathlib.Path) -> None:
+    """A cache is one process's own; devices of others are refused."""
+    from jaxprefetch import DeviceCache
+
+    with pytest.raises(ValueError, match="has devices of other processes. A cache is one process's own"):
+        DeviceCache(8, {"x": np.zeros(2, np.float32)}, sharding=shardings()["x"])
+
+
+@scenario
 def settings_of_the_loop(rank: int, folder: pathlib.Path) -> None:
     """Nothing implicit is transferred, and nothing is compiled for the agreement."""
     import jax
