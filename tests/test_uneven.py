@@ -363,7 +363,7 @@ def caches(rank: int, folder: pathlib.Path) -> None:
     """A cache is one process's own; devices of others are refused."""
     from jaxprefetch import DeviceCache
 
-    with pytest.raises(ValueError, match="has devices of other processes. A cache is one process's own"):
+    with pytest.raises(ValueError, match=r"has devices of other processes\. A cache is one process's own"):
         DeviceCache(8, {"x": np.zeros(2, np.float32)}, sharding=shardings()["x"])
 
 
