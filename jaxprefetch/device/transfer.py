@@ -51,10 +51,14 @@ class _Template:
     committed: bool
 
     @classmethod
-    def of(cls, array: jax.Array, rows: Mapping[Device, int] | None) -> _Template:
+    def of(cls, array: jax.Array, rows: Mapping[Device, int] | None, local: tuple[int, ...]) -> _Template:
+        """Of an array that was made from this process's part, of shape `local`."""
         if rows is not None:
             return cls(array.aval, array.sharding, list(rows), tuple(rows.values()), array.committed)
-        where = array.sharding.addressable_devices_indices_map(array.shape)
+        if array.sharding.is_fully_addressable:
+            where: Mapping[Device, Any] = array.sharding.addressable_devices_indices_map(array.shape)
+        else:
+            _, where = _local_parts(array.sharding, local)
         indices = None if array.sharding.is_fully_replicated else tuple(where.values())
         return cls(array.aval, array.sharding, list(where), indices, array.committed)
 
@@ -103,15 +107,14 @@ class Transfer:
                 except TypeError:  # a JAX whose batched put wants other arguments
                     self._fast = False
             out = self._put_public(leaves, self._loose, self._placed, self._shardings)
-            if self._local:
-                self._prepare(leaves, out)
+            self._prepare(leaves, out)
             return out
 
     def _prepare(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
         """Templates for what is made from host data; arrays of the source's go the public way always."""
         made = [i for i in (*self._loose, *self._placed) if not isinstance(leaves[i], jax.Array)]
         placed = {i: s for i, s in zip(self._placed, self._shardings, strict=True) if i not in made}
-        self._templates = {i: _Template.of(arrays[i], self._rows.get(i)) for i in made}
+        self._templates = {i: _Template.of(arrays[i], self._rows.get(i), np.shape(leaves[i])) for i in made}
         self._rest = [i for i in self._loose if i not in made], tuple(placed), tuple(placed.values())
 
     def _put_fast(self, leaves: Sequence[Any], templates: dict[int, _Template], put: Any, scope: Any) -> list[Any]:
