@@ -145,6 +145,6 @@ def prefetch_to_device(
         makes,
         functools.partial(Window, size, delete_used=bool(delete_used), max_bytes=parse_bytes("max_bytes", max_bytes)),
         placement,
-        Reading(host_size=host_size, max_host_bytes=max_host_bytes, group=group),
+        Reading(host_size=host_size, max_host_bytes=max_host_bytes, group=group, whole=last_batch != "drop"),
         on_device=on_device,
     )

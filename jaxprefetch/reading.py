@@ -32,10 +32,11 @@ class Reading:
         host_size: batches pulled and not issued; 0: the loop pulls itself.
         max_host_bytes: host memory of staged batches.
         group: the processes that take part; None: this one alone.
+        whole: every batch of the source is delivered, so that its length is that of the pass.
     """
 
-    def __init__(self, *, host_size: int, max_host_bytes: int | None, group: Group | None = None):
-        self._host_size, self._max_host_bytes, self._group = host_size, max_host_bytes, group
+    def __init__(self, *, host_size: int, max_host_bytes: int | None, group: Group | None = None, whole: bool = True):
+        self._host_size, self._max_host_bytes, self._group, self._whole = host_size, max_host_bytes, group, whole
         self._service = None if group is None else Service.find()
         self._begun = False
 
@@ -72,7 +73,7 @@ class Reading:
         if self._service is None:
             return Gathered(reader, self._group.devices, cards, stager.filler, inline=self.inline)
         agreement, length = self._group.begin_pass(self._service), source.length()
-        if stager.may_leave_out:
+        if not self._whole:
             length = None
         elif again and length is not None:
             length -= 1

@@ -124,11 +124,6 @@ class Stager:
         with Noted(f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}"):
             return self._stage(raw, number, reserve)
 
-    @property
-    def may_leave_out(self) -> bool:
-        """Whether fewer batches may be delivered than the source has."""
-        return self._options.last_batch == "drop"
-
     def filler(self, number: int) -> Staged | None:
         """A batch like the last one, all of it padding."""
         return None if self.fillers is None else self.stage(self.fillers.batch(), number, lambda nbytes: None)

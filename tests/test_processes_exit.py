@@ -19,13 +19,19 @@ HEARTBEAT_S = 5
 def test_a_process_that_never_closes(tmp_path: pathlib.Path) -> None:
     """It ends well, and the other is told."""
     assert run(__file__, tmp_path, 2, 1, "returns") == [0, 0], outputs(tmp_path)
-    assert "told: Batch 4: process 1 has left the loop" in outputs(tmp_path)[0]
+    assert ": process 1 has left the loop" in outputs(tmp_path)[0]
+
+
+def test_a_process_that_never_closes_and_has_no_thread(tmp_path: pathlib.Path) -> None:
+    """The same with `host_size=0`."""
+    assert run(__file__, tmp_path, 2, 1, "returns without thread") == [0, 0], outputs(tmp_path)
+    assert ": process 1 has left the loop" in outputs(tmp_path)[0]
 
 
 def test_a_process_whose_step_raises(tmp_path: pathlib.Path) -> None:
     """It ends with its own error, and the other with one that names it."""
     assert run(__file__, tmp_path, 2, 1, "raises") == [0, 1], outputs(tmp_path)
-    assert "told: Batch 4: process 1 has left the loop" in outputs(tmp_path)[0]
+    assert ": process 1 has left the loop" in outputs(tmp_path)[0]
     assert "FloatingPointError: the step has raised" in outputs(tmp_path)[1]
 
 
@@ -55,12 +61,12 @@ def main() -> None:
 
     def source():
         for number in range(100):
-            if rank == 1 and number > 3:
+            if rank == 1 and number > 3 and "without" not in what:
                 threading.Event().wait()  # it has no more than these
             yield np.full((2, 2), number, np.float32)
 
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    batches = prefetch_to_device(source(), sharding=sharding)
+    batches = prefetch_to_device(source(), sharding=sharding, host_size=4 * ("without" not in what))
     for _ in range(3):
         next(batches)
     if rank == 1:

@@ -20,7 +20,7 @@ import atexit
 import contextlib
 import logging
 import threading
-import time
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -31,17 +31,11 @@ from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.shelf import Shelf
 from jaxprefetch.processes.agreement import Agreement
 from jaxprefetch.processes.cards import Cards, error_of, gone, told, wrong_length
+from jaxprefetch.processes.others import LOOK_SECONDS, Others
 from jaxprefetch.processes.skipping import SkipsFirst
-from jaxprefetch.processes.verdict import names
 
 logger = logging.getLogger("jaxprefetch")
 
-LOOK_SECONDS = 1.0
-"""How long a wait lasts before somebody looks whether another process has failed."""
-GRACE_SECONDS = 5.0
-"""How long batches before the one at which another process failed are waited for."""
-SAY_AFTER_SECONDS = 10.0
-"""A wait for other processes that has lasted so long is logged, with who is missing; once a wait."""
 CLOSE_SECONDS = 1.5
 """What `close()` waits for the thread, which is in a request of `LOOK_SECONDS` at most."""
 
@@ -85,8 +79,7 @@ class Gate(Shelf):
         self._ended_at: int | None = None  # how many batches this process's source had
         self._number = 0  # the item that is next to pass; this and those above are its thread's
         self._over = False  # the end has passed, or the others know that this process has gone
-        self._looked = time.monotonic()
-        self._failed_at: float | None = None  # when it was seen that another has failed
+        self._others = Others(agreement, cards.process)
         self._issued = 0  # written by the consumer
         self._wants_room = False  # written by the thread
         self._room: SimpleQueue[None] = SimpleQueue()
@@ -95,14 +88,13 @@ class Gate(Shelf):
     def start(self) -> None:
         """Starts the reader and the thread, once."""
         self._reader.start()
+        _live.add(self)
         if self._host_size and self._thread is None and not self._cancelled:
             self._thread = threading.Thread(target=self._run, name="jaxprefetch-agreement", daemon=True)
-            _live.add(self)
             try:
                 self._thread.start()
             except BaseException:  # no more threads to be had: another call tries again
                 self._thread = None
-                _live.discard(self)
                 raise
 
     def wait(self, number: int, timeout: float | None) -> bool:
@@ -128,14 +120,14 @@ class Gate(Shelf):
         """Stops both threads, and tells the other processes. Blocking: some `CLOSE_SECONDS` at most."""
         self.cancel()
         self._reader.close()
-        if self._thread is None:
-            self._leave()
         self.join()
 
     def join(self) -> None:
-        """Waits for the thread, `CLOSE_SECONDS` at most."""
+        """Waits for the thread to end, `CLOSE_SECONDS` at most; it has been cancelled."""
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None:
+            self._leave()
+        elif thread is not threading.current_thread():
             thread.join(CLOSE_SECONDS)
             if thread.is_alive():
                 logger.warning("jaxprefetch: the coordination service does not answer; its thread is left behind.")
@@ -148,11 +140,11 @@ class Gate(Shelf):
                 self._pass_one()
         finally:
             self._leave()
-            _live.discard(self)
 
     def _leave(self) -> None:
         """The others learn that nothing more comes from this process, if they do not know it."""
         over, self._over = self._over, True
+        _live.discard(self)
         if not over:
             with contextlib.suppress(Exception):  # whoever cannot be told will not wait for long either
                 self._agreement.fail(self._number, gone(self._cards.process, self._number), closed=True)
@@ -194,7 +186,7 @@ class Gate(Shelf):
             if self._reader.wait(number, LOOK_SECONDS):
                 if number not in self._reader.items:
                     return None
-            elif (failure := self._failure_of_others(number)) is not None:
+            elif (failure := self._others.failure(number)) is not None:
                 if self._length is None:
                     self._agreement.settle(number, failure)
                 raise _Failed(failure)
@@ -225,7 +217,7 @@ class Gate(Shelf):
 
     def _by_length(self, number: int, item: Any) -> Any:
         """What becomes of it by the agreed length of the pass."""
-        if time.monotonic() - self._looked > LOOK_SECONDS and (failure := self._failure_of_others(number)) is not None:
+        if self._others.due and (failure := self._others.failure(number)) is not None:
             raise _Failed(failure)
         said, ended = self._own_length, _is_end(item)
         if said is not None and number < said and not isinstance(item, End):
@@ -239,7 +231,7 @@ class Gate(Shelf):
 
     def _verdict(self, number: int) -> dict[str, Any] | None:
         """What was decided; None when cancelled. Waits in short requests, for a close has to wait for each."""
-        waited, seconds, said = 0.0, LOOK_SECONDS / 16, 0
+        waited, seconds = 0.0, LOOK_SECONDS / 16
         while not self._cancelled:
             if (verdict := self._agreement.verdict(number, seconds)) is not None:
                 return verdict
@@ -247,39 +239,17 @@ class Gate(Shelf):
             if waited < LOOK_SECONDS:
                 continue
             self._tell_what_comes()
-            if (failure := self._failure_of_others(number)) is not None:
+            if (failure := self._others.failure(number)) is not None:
                 self._agreement.settle(number, failure)
-            elif waited > SAY_AFTER_SECONDS / 2 * (said + 1) and said < 2:
-                said += 1
-                self._say(number, waited, first=said == 1)
+            else:
+                self._others.say(number, waited)
         return None
-
-    def _say(self, number: int, waited: float, *, first: bool) -> None:
-        """First that this process waits, and a while later who has not said so."""
-        if first:
-            self._agreement.say_waiting(number)
-        elif missing := self._agreement.missing(number):
-            logger.warning("jaxprefetch: batch %d has waited %.0f s for %s.", number, waited, names(missing))
 
     def _tell_what_comes(self) -> None:
         """An error that the reader has met already, behind batches on which no agreement comes."""
         for number, item in list(self._reader.items.items()):
             if isinstance(item, End) and item.error is not None:
                 self._agreement.fail(number, told(item.error, self._cards.process, number))
-
-    def _failure_of_others(self, number: int) -> dict[str, Any] | None:
-        """What another process has told that has failed at this item or before, or a good while ago."""
-        self._looked = time.monotonic()
-        failure = self._agreement.failure()
-        if failure is None or failure["process"] == self._cards.process:
-            return None
-        if failure["batch"] > number:
-            if failure["closed"]:
-                return None
-            self._failed_at = self._failed_at or self._looked
-            if self._looked - self._failed_at < GRACE_SECONDS:
-                return None
-        return failure
 
     def _padding(self, number: int) -> Any:
         """A batch of padding, once it is wanted; None when cancelled."""
@@ -302,7 +272,7 @@ def _stop_all() -> None:
         gate.join()
 
 
-_live: set[Gate] = set()  # whose thread runs; each takes itself out
+_live: weakref.WeakSet[Gate] = weakref.WeakSet()  # which the other processes may wait for; each takes itself out
 
 # As for readers: a daemon thread inside JAX when the interpreter goes away would abort the process. This is called
 # before JAX's own handler, while the service is there, so that the other processes are told.
