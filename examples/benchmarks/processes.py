@@ -35,7 +35,7 @@ from peers import Method
 
 PARTS = {"training": "processes:training_part", "host": "processes:host_part"}
 WORKER = Path(__file__).with_name("process_worker.py")
-SECONDS = 150
+SECONDS = 210
 COUNTS = (1, 2, 4)
 STEP_S = 0.005
 
@@ -109,7 +109,7 @@ def training_part(settings: Settings, results: dict, log: Callable[[str], None])
         def measure(method: Method, pace_ms: float | None) -> dict:
             way, _, source = method.name.partition(", ")
             ways[way].ask(do="open", source=source)
-            budget = settings.budget(3.0) if platform == "gpu" else Budget(most=20, least=3, seconds=1.0, warm=2)
+            budget = settings.budget(2.0) if platform == "gpu" else Budget(most=20, least=3, seconds=1.0, warm=2)
             sample = measured(ways[way].run, budget, pace_ms)
             ways[way].ask(do="close")
             return sample
