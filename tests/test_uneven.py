@@ -347,6 +347,20 @@ def memory_of_the_service(rank: int, folder: pathlib.Path) -> None:
 
 
 @scenario
+def evaluation(rank: int, folder: pathlib.Path) -> None:
+    """`evaluate` gives the mean over the rows of all processes, whoever has more of them."""
+    import jax
+
+    from jaxprefetch import evaluate
+
+    step = jax.jit(lambda state, batch: {"mean": batch["x"].mean(axis=1)})
+    batches = [*some(rank, 2 + rank), rows(rank, 2 + rank, 1)]
+    values = [[1 + 10 * n + r] * (ROWS if n < 2 + r else 1) for r in (0, 1) for n in range(3 + r)]
+    found = evaluate(step, None, iter(batches), sharding=shardings())
+    np.testing.assert_allclose(found["mean"], np.mean(np.concatenate(values)), rtol=1e-6)
+
+
+@scenario
 def queues(rank: int, folder: pathlib.Path) -> None:
     """Each process has a queue of its own; what all put and take alike becomes global arrays."""
     from jaxprefetch import DeviceQueue

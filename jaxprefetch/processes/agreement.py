@@ -15,7 +15,7 @@ Keys of batch 12, in the folder "12" of the pass:
 
 Nobody announces batch 13 before it has read the verdict on batch 12. So whoever decides on batch 13 may delete folder
 12, and the service keeps two folders, however long the pass is. Work for a batch: two requests from each process (an
-addition, a wait) and two more from one of them, however many processes there are.
+addition, a wait) and one more from one of them, however many processes there are.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Agreement:
     def __init__(self, service: Service, folder: str, process: int, processes: Sequence[int], last: str | None = None):
         self._service, self._folder, self._me, self._processes = service, folder, str(process), processes
         self._last = last
+        self._decided: dict[int, dict[str, Any]] = {}  # the last verdict that this process has written
         self._counts: dict[str, int] = {}  # what was announced, for an interrupt may strike
 
     def announce(self, number: int, note: Mapping[str, Any] | None, *, card: Mapping[str, Any] | None = None) -> None:
@@ -67,6 +68,8 @@ class Agreement:
 
     def verdict(self, number: int, seconds: float) -> dict[str, Any] | None:
         """What was decided on this batch. Blocking: so many seconds at most, then None."""
+        if number in self._decided:
+            return self._decided[number]
         text = self._service.wait(f"{self._folder}/{number}/verdict", seconds)
         return None if text is None else json.loads(text)
 
@@ -110,6 +113,8 @@ class Agreement:
         notes = self._service.under(f"{folder}/notes") if noted else {}
         first = None if number else json.loads(self._service.wait(f"{folder}/first", 60.0) or "null")
         read = {int(process): json.loads(note) for process, note in notes.items()}
-        self._service.set_once(f"{folder}/verdict", json.dumps(decide(number, self._processes, first, read)))
+        verdict = decide(number, self._processes, first, read)
+        if self._service.set_once(f"{folder}/verdict", json.dumps(verdict)):
+            self._decided = {number: verdict}
         if (over := f"{self._folder}/{number - 1}" if number else self._last) is not None:
             self._service.delete(over)
