@@ -103,7 +103,9 @@ def prefetch_to_device(
             needs `last_batch="pad"`: those that have ended go on with batches whose rows are all padding (other leaves
             keep their last values), until all have. No collective is used and no step waits: each process announces its
             batches to the coordination service of `jax.distributed`, ahead of the loop; where `len(source)` tells the
-            lengths, once a pass. Every process makes its prefetchers, and begins their passes, in the same order.
+            lengths, for the first batch and the last only. (With a JAX that has no such client `next()` makes a small
+            collective for each batch instead.) Every process makes its prefetchers over the same devices, and begins
+            their passes, in the same order. With `host_size=0` close the prefetcher, for no thread tells the others.
 
     Returns:
         An iterator and context manager. Leaves are `jax.Array`; 64-bit types follow JAX's x64 setting as it is now;
@@ -115,7 +117,9 @@ def prefetch_to_device(
         TypeError, ValueError: an argument is not what it should be. Errors of the source, and of a batch that cannot be
             placed, come from `next()` in the place of that batch. With several processes: ValueError in all of them
             when batch 0 is not the same in structure, dtypes and global shapes, or later changes in some only, or by
-            `uneven`; RuntimeError in the others when one has failed or left the loop, within seconds.
+            `uneven`; RuntimeError in the others when one has failed or left the loop, within seconds. One that is
+            killed JAX notices by its heartbeat (`heartbeat_timeout_seconds` of `jax.distributed.initialize`, 100 by
+            default) and ends the other processes.
 
     Thread safety: one thread at a time may call `next()`; `close()` and `statistics()` are for any thread.
 
