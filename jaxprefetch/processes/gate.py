@@ -20,7 +20,6 @@ import atexit
 import contextlib
 import logging
 import threading
-import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -87,8 +86,12 @@ class Gate(Shelf):
 
     def start(self) -> None:
         """Starts the reader and the thread, once."""
+        for gate in list(_live):
+            if gate._cancelled and gate._thread is None:  # dropped without a close, and no thread has told the others
+                gate._leave()
         self._reader.start()
-        _live.add(self)
+        if not self._over:
+            _live.add(self)
         if self._host_size and self._thread is None and not self._cancelled:
             self._thread = threading.Thread(target=self._run, name="jaxprefetch-agreement", daemon=True)
             try:
@@ -272,7 +275,7 @@ def _stop_all() -> None:
         gate.join()
 
 
-_live: weakref.WeakSet[Gate] = weakref.WeakSet()  # which the other processes may wait for; each takes itself out
+_live: set[Gate] = set()  # for which the other processes may wait; each takes itself out
 
 # As for readers: a daemon thread inside JAX when the interpreter goes away would abort the process. This is called
 # before JAX's own handler, while the service is there, so that the other processes are told.
