@@ -124,7 +124,8 @@ class Checkpoints:
             `state` as it is and 0 if there are no checkpoints, and `step` is None.
 
         Raises:
-            ValueError: the checkpoint has no state of the input, or that of another number of processes.
+            ValueError: the checkpoint has no state of the input, or that of another number of processes, and the source
+                is not Grain's `ElasticIterator`.
             Exception: Orbax's, if the checkpoint does not fit `state` or does not exist.
         """
         if step is None and (step := self.latest_step) is None:
@@ -244,9 +245,18 @@ def _of_all_processes(state: Any) -> list[Any]:
 
 def _of_this_process(saved: Mapping[str, Any] | None, step: int) -> Any:
     states = saved["processes"] if saved else []
-    if len(states) != jax.process_count():
-        raise ValueError(
-            f"Checkpoint {step} has the input's state of {len(states)} processes, and there are {jax.process_count()}. "
-            "Restore without batches, and set the source up yourself."
-        )
-    return states[jax.process_index()]
+    if len(states) == jax.process_count():
+        return states[jax.process_index()]
+    if states and all(_is_of_all(state) and state["source"] == states[0]["source"] for state in states):
+        return {**states[0], "rows": None}  # of a batch of this process, which are as many as they are now
+    raise ValueError(
+        f"Checkpoint {step} has the input's state of {len(states)} processes, and there are {jax.process_count()}. "
+        "Grain's grain.experimental.ElasticIterator goes on with any number; with other sources restore without "
+        "batches, and set the source up yourself."
+    )
+
+
+def _is_of_all(state: Any) -> bool:
+    """Whether it is a state of Grain's `ElasticIterator`, which counts the examples of all processes together."""
+    own = state.get("source") if isinstance(state, Mapping) else None
+    return isinstance(own, Mapping) and set(own) == {"global_next_index"}

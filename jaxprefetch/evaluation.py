@@ -38,6 +38,7 @@ def evaluate(
     """The means of what `step` returns over all rows of `source`; the last batch may be shorter than the others.
 
     The last batch is padded to the shape of the others, so that `step` is compiled once. Sums are kept on the devices.
+    Of several processes each yields its own rows, and those that have fewer batches go on with padding.
 
     Args:
         step: `step(state, batch) -> metrics`, a pytree. A leaf `(rows, ...)` has a value for each row: rows that are
@@ -73,6 +74,7 @@ def evaluate(
             max_bytes=max_bytes,
             last_batch="pad",
             mask_key=mask_key,
+            uneven="pad",
         ) as batches:
             totals = _totals(step, state, batches, mask_key)
     if totals is None or not (rows := jax.device_get(totals[1]).item()):

@@ -22,6 +22,7 @@ from jaxprefetch.device.placement import Target
 from jaxprefetch.device.plan import Plan, plan_leaf
 from jaxprefetch.host.batching import Mode
 from jaxprefetch.host.leaves import fetch, is_key, leaf_paths, warn_of_lists
+from jaxprefetch.host.slots import Fresh, Slot
 
 KeepOnHost = Callable[[str, Any], bool] | Sequence[str] | str | None
 
@@ -60,6 +61,14 @@ class Parts(NamedTuple):
     structure: Structure
     kept: tuple[bool, ...]
     leaves: Sequence[Any]
+
+
+class Staged(NamedTuple):
+    """A batch from which can be sent: its leaves are in host memory of their own, or arrays on devices already."""
+
+    leaves: list[Any]
+    plan: Plan
+    slot: Slot | Fresh
 
 
 class Layout:

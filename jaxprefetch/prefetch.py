@@ -17,12 +17,16 @@ from jaxprefetch.arguments import check_keep_on_host, check_switch, integer, par
 from jaxprefetch.device.handout import OnDevice
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
+from jaxprefetch.fillers import Fillers
 from jaxprefetch.host.batching import MODES, Mode
 from jaxprefetch.host.memory import default_host_bytes
 from jaxprefetch.host.resume import ResumableSource
 from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.layout import KeepOnHost, StagingOptions
 from jaxprefetch.prefetcher import DevicePrefetcher
+from jaxprefetch.processes.group import Group
+from jaxprefetch.processes.verdict import UNEVEN, Uneven
+from jaxprefetch.reading import Reading
 from jaxprefetch.staging import stager
 
 T = TypeVar("T")
@@ -44,6 +48,7 @@ def prefetch_to_device(
     fresh_buffers: bool | None = None,
     on_device: OnDevice | None = None,
     resume: Literal["replay"] | None = None,
+    uneven: Uneven = "error",
 ) -> DevicePrefetcher[T]:
     """Batches of `source`, already on their devices, with the copy hidden behind the step before.
 
@@ -92,6 +97,15 @@ def prefetch_to_device(
         resume: `"replay"` is for `set_state` with sources that keep no state of their own. It promises that a newly
             made source yields the same batches again, in the same order, pass by pass; it is then gone through once
             more up to the place. Grain's iterators and torchdata's loaders need no promise.
+        uneven: what becomes of sources of different length, where `sharding` has devices of several processes. A batch
+            is handed out once all of them have it, and all find out in the same place. `"error"`: all raise an error
+            that says who has ended after how many batches. `"drop"`: all stop where the first ends. `"pad"`, which
+            needs `last_batch="pad"`: those that have ended go on with batches whose rows are all padding (other leaves
+            keep their last values), until all have. No collective is used and no step waits: each process announces its
+            batches to the coordination service of `jax.distributed`, ahead of the loop; where `len(source)` tells the
+            lengths, for the first batch and the last only. (With a JAX that has no such client `next()` makes a small
+            collective for each batch instead.) Every process makes its prefetchers over the same devices, and begins
+            their passes, in the same order. With `host_size=0` close the prefetcher, for no thread tells the others.
 
     Returns:
         An iterator and context manager. Leaves are `jax.Array`; 64-bit types follow JAX's x64 setting as it is now;
@@ -101,7 +115,11 @@ def prefetch_to_device(
 
     Raises:
         TypeError, ValueError: an argument is not what it should be. Errors of the source, and of a batch that cannot be
-            placed, come from `next()` in the place of that batch.
+            placed, come from `next()` in the place of that batch. With several processes: ValueError in all of them
+            when batch 0 is not the same in structure, dtypes and global shapes, or later changes in some only, or by
+            `uneven`; RuntimeError in the others when one has failed or left the loop, within seconds. One that is
+            killed JAX notices by its heartbeat (`heartbeat_timeout_seconds` of `jax.distributed.initialize`, 100 by
+            default) and ends the other processes.
 
     Thread safety: one thread at a time may call `next()`; `close()` and `statistics()` are for any thread.
 
@@ -115,15 +133,22 @@ def prefetch_to_device(
         raise TypeError(f"on_device: expected a function from batch to batch, got {type(on_device).__name__}.")
     check_keep_on_host(keep_on_host)
     check_switch("fresh_buffers", fresh_buffers)
+    if uneven not in UNEVEN:
+        raise ValueError(f"uneven: expected one of {', '.join(map(repr, UNEVEN))}, got {uneven!r}.")
+    if uneven == "pad" and last_batch != "pad":
+        raise ValueError("uneven='pad' needs the mask that last_batch='pad' makes: pass that, too.")
     options = StagingOptions(keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers)
     placement = Placement(sharding)
     max_host_bytes = parse_bytes("max_host_bytes", max_host_bytes) or default_host_bytes()
+    group = Group.of(placement.all_devices, uneven)
+    makes = stager(placement, options, max_host_bytes)
+    if group is not None and uneven == "pad":
+        makes.fillers = Fillers()
     return DevicePrefetcher(
         ResumableSource(source, resume),
-        stager(placement, options, max_host_bytes),
+        makes,
         functools.partial(Window, size, delete_used=bool(delete_used), max_bytes=parse_bytes("max_bytes", max_bytes)),
         placement,
-        host_size=host_size,
-        max_host_bytes=max_host_bytes,
+        Reading(host_size=host_size, max_host_bytes=max_host_bytes, group=group, whole=last_batch != "drop"),
         on_device=on_device,
     )

@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    with DevicePrefetcher(source, stager, window, placement, host_size=4, max_host_bytes=None) as batches:
+    with DevicePrefetcher(source, stager, window, placement, Reading(host_size=4, max_host_bytes=None)) as batches:
         batch = next(batches)
 """
 
@@ -22,10 +22,10 @@ from jaxprefetch.device.feed import Feed
 from jaxprefetch.device.handout import HandOut, OnDevice
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
-from jaxprefetch.host.pipeline import Inline, Pipeline, SourceTimes
+from jaxprefetch.host.pipeline import Pipeline, SourceTimes
 from jaxprefetch.host.places import Places
-from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.resume import ResumableSource
+from jaxprefetch.reading import AnyReader, Reading
 from jaxprefetch.staging import Stager
 from jaxprefetch.statistics import PrefetchStatistics, snapshot
 
@@ -47,22 +47,20 @@ class DevicePrefetcher(Generic[T]):
         stager: Stager,
         window: Callable[..., Window],
         placement: Placement,
+        reading: Reading,
         *,
-        host_size: int,
-        max_host_bytes: int | None,
         on_device: OnDevice | None = None,
     ):
         self._source = source
         self.reiterable = source.reiterable
-        self._places = Places(source)
+        self._places = Places(source, one_back=reading.pads)
         self._stager = stager
-        self._host_size = host_size
-        self._max_host_bytes = max_host_bytes
+        self._reading = reading
         self._context = placement.context
         released_by = "landing" if memory_in_compute_order(placement.devices) else "fence"
         handout = HandOut(on_device, placement.context)
-        self._feed = Feed(window(released_by=released_by, inline=host_size == 0), handout)
-        self._readers: list[Reader | Inline] = []  # the current one, if any; shared with the finaliser
+        self._feed = Feed(window(released_by=released_by, inline=reading.inline), handout)
+        self._readers: list[AnyReader] = []  # the current one, if any; shared with the finaliser
         self._past, self._times = SourceTimes(), SourceTimes()  # of passes that are over, of the last one
         self._over = False  # the current pass has ended
         self._said_spent = False
@@ -203,7 +201,7 @@ class DevicePrefetcher(Generic[T]):
 
     def statistics(self) -> PrefetchStatistics:
         """Counts, bytes and waits so far, and what the loop is bound by. Never blocks."""
-        return snapshot(self._feed, self._past.plus(self._times), inline=not self._host_size)
+        return snapshot(self._feed, self._past.plus(self._times), inline=self._reading.inline)
 
     def _spec(self) -> Any:
         if self._feed.handout.on_device is None:
@@ -243,6 +241,7 @@ class DevicePrefetcher(Generic[T]):
                 self._end_pass()
                 self._feed.clear()
                 self._stager.close()
+                self._reading.close()
                 self._source.close()
                 if self._undelivered is not _NOTHING:
                     self._undelivered = None  # and it still counts as not taken
@@ -255,12 +254,9 @@ class DevicePrefetcher(Generic[T]):
             return
         self._stager.begin_pass(self._places.rows)
         pipeline = Pipeline(self._source, self._stager)
-        self._places.begin_pass(pipeline.places)
-        context = SourceContext(self._context).entered
-        if self._host_size:
-            reader = Reader(pipeline, context=context, host_size=self._host_size, max_host_bytes=self._max_host_bytes)
-        else:
-            reader = Inline(pipeline, context)
+        self._places.begin_pass(pipeline.places, lambda: pipeline.times.pulled)
+        context, again = SourceContext(self._context).entered, bool(self._places.ahead)
+        reader = self._reading.begin_pass(pipeline, context, self._source, self._stager, again=again)
         self._past, self._times = self._past.plus(self._times), pipeline.times
         self._feed.begin_pass(reader)
         self._readers.append(reader)
@@ -283,6 +279,8 @@ class DevicePrefetcher(Generic[T]):
             self._feed.raise_end()
         self._begin_pass()
         self._places.forget(self._taken())
+        for reader in self._readers:
+            reader.before_next(self._taken())
         try:
             return self._feed.next()
         except StopIteration:
@@ -293,7 +291,7 @@ class DevicePrefetcher(Generic[T]):
             raise
 
 
-def _cancel(readers: list[Reader | Inline]) -> None:
+def _cancel(readers: list[AnyReader]) -> None:
     """The prefetcher was dropped: its thread stops by itself and closes the source."""
     for reader in list(readers):
         reader.cancel()

@@ -35,9 +35,9 @@ from jaxprefetch.device.window import Window
 from jaxprefetch.host.batching import Mode
 from jaxprefetch.host.inbox import Closed, Inbox
 from jaxprefetch.host.memory import default_host_bytes
-from jaxprefetch.layout import StagingOptions
+from jaxprefetch.layout import Staged, StagingOptions
 from jaxprefetch.shapes import Shapes
-from jaxprefetch.staging import Staged, Stager, stager
+from jaxprefetch.staging import Stager, stager
 from jaxprefetch.turn import Turn
 
 T = TypeVar("T")
@@ -50,6 +50,10 @@ class DeviceQueue(Generic[T]):
     A batch that is put is copied on the producer's thread into (pinned) host memory, so the producer may use its arrays
     again. A thread that gets puts the batches after its own on the devices before it returns, so that their copies hide
     behind its step, as with `prefetch_to_device`.
+
+    With devices of several processes in `sharding` every process has a queue of its own, and nothing is agreed on: all
+    have to put, and take, the same number of batches of the same shapes. One that takes a batch more than the others
+    have is, in the step that it gives it to, in a collective without them.
 
     Args:
         size: batches that were put and not taken; at this bound `put` waits. On the devices there are besides the

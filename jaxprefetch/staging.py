@@ -10,7 +10,7 @@ Synopsis:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from jaxprefetch.device.pinning import Pinning
 from jaxprefetch.device.placement import Placement, Target
 from jaxprefetch.device.plan import Plan
 from jaxprefetch.errors import Noted
+from jaxprefetch.fillers import Fillers
 from jaxprefetch.host.batching import LastBatch
 from jaxprefetch.host.leaves import (
     as_host,
@@ -29,20 +30,12 @@ from jaxprefetch.host.leaves import (
 )
 from jaxprefetch.host.pipeline import Reserve
 from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
-from jaxprefetch.layout import Layout, Parts, StagingOptions, Structure, check_first, named, signatures
+from jaxprefetch.layout import Layout, Parts, Staged, StagingOptions, Structure, check_first, named, signatures
 from jaxprefetch.offer import Described, Offer, stand_in
 from jaxprefetch.recent import Recent
 from jaxprefetch.shapes import Shapes
 from jaxprefetch.sorting import Sorting, checked, mask
 from jaxprefetch.stowage import Stowage
-
-
-class Staged(NamedTuple):
-    """A batch from which can be sent: its leaves are in host memory of their own, or arrays on devices already."""
-
-    leaves: list[Any]
-    plan: Plan
-    slot: Slot | Fresh
 
 
 def stager(placement: Placement, options: StagingOptions, max_host_bytes: int | None) -> Stager:
@@ -83,6 +76,7 @@ class Stager:
         self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
         self._described: Described | None = None  # what a source has described last
         self.shapes = Shapes(options.last_batch)  # compares each batch with the first
+        self.fillers: Fillers | None = None  # set where padding may have to follow the end
 
     @property
     def element_spec(self) -> Any:
@@ -125,6 +119,10 @@ class Stager:
         with Noted(f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}"):
             return self._stage(raw, number, reserve)
 
+    def filler(self, number: int) -> Staged | None:
+        """A batch like the last one, all of it padding."""
+        return None if self.fillers is None else self.stage(self.fillers.batch(), number, lambda nbytes: None)
+
     def _offer(self, spec: Any, number: int, reserve: Reserve) -> Offer:
         leaves, treedef = jax.tree_util.tree_flatten(spec)
         if self._described is None or not self._described.is_of(leaves, treedef):
@@ -163,6 +161,8 @@ class Stager:
                 if offer is not None and offer.plan is not None:
                     reserve(-offer.plan.host_bytes)
                 return None
+            if self.fillers is not None:
+                self.fillers.note(parts, rows, self._options.batch_axis)
         plan, order = self._plan(layout, leaves, deliver, number)
         self.shapes.compare(plan, number)
         if offer is None or offer.plan is None:

@@ -27,7 +27,7 @@ import pytest
 
 import jaxprefetch
 from jaxprefetch.device.plan import Plan
-from jaxprefetch.host import reader
+from jaxprefetch.host import reader, shelf
 
 LIMIT_S = 20.0
 
@@ -177,6 +177,7 @@ class Watch:
                 return super().get(block, timeout)
 
         monkeypatch.setattr(reader, "SimpleQueue", WatchedQueue)
+        monkeypatch.setattr(shelf, "SimpleQueue", WatchedQueue)
 
     def wait_reader_idle(self) -> None:
         """Waits until the reader waits for room: only a consumer can set it going again."""

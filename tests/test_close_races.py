@@ -7,7 +7,7 @@ import threading
 import pytest
 from gated import LIMIT_S, Closable, Counted, Gated, InThread, Loader, Watch, batch, numbers, reader_threads, wait
 
-from jaxprefetch import DevicePrefetcher, prefetch_to_device, prefetcher
+from jaxprefetch import DevicePrefetcher, prefetch_to_device, reading
 from jaxprefetch.host import reader
 
 LEFT_BEHIND = "is left behind; it closes the source when it wakes"
@@ -92,7 +92,7 @@ def test_close_while_a_pass_begins(begin, monkeypatch):
             InThread(batches.close).result()
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(prefetcher, "Reader", Slow)
+    monkeypatch.setattr(reading, "Reader", Slow)
     batches = prefetch_to_device(Counted(100))
     begin(batches)
     left = reader_threads()

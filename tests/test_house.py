@@ -32,6 +32,13 @@ def test_a_room_imports_only_from_itself(room: str) -> None:
         assert not strangers, f"{path.name} imports {sorted(strangers)}"
 
 
+def test_processes_know_the_host_only() -> None:
+    """What processes agree on has nothing to do with devices: files in processes/ import from there and from host/."""
+    for path in (HOUSE / "processes").glob("*.py"):
+        names = imported(path) - {"jaxprefetch.errors"}
+        assert not {n for n in names if not n.startswith(("jaxprefetch.processes", "jaxprefetch.host"))}, path.name
+
+
 def test_errors_imports_nothing_of_ours() -> None:
     """What every room may import knows none of them."""
     assert not imported(HOUSE / "errors.py")

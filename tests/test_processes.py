@@ -1,4 +1,4 @@
-"""Several processes: each yields its own rows of global arrays, at its own pace, and nothing of ours is collective.
+"""Several processes: each yields its own rows of global arrays, and nothing of ours is collective on the devices.
 
 This file is also the program of two processes with two CPU devices each. Where one has to wait for the other they meet
 in a named pipe: opening it blocks until both have come.
@@ -6,31 +6,21 @@ in a named pipe: opening it blocks until both have come.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pathlib
-import socket
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from several import Reports, Scenarios
 
 PROCESSES, DEVICES, ROWS = 2, 2, 4
-TIMEOUT_S = 60
+THROUGH = "process 0 is half through"
 
 
 # ---- what a process does
 
-SCENARIOS: dict[str, Callable[[int, pathlib.Path], None]] = {}
-
-
-def scenario(run: Callable[[int, pathlib.Path], None]) -> Callable[[int, pathlib.Path], None]:
-    SCENARIOS[run.__name__] = run
-    return run
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
 
 
 def meet(rank: int, pipe: pathlib.Path) -> None:
@@ -130,7 +120,7 @@ def replicas(rank: int, folder: pathlib.Path) -> None:
 
 @scenario
 def own_pace(rank: int, folder: pathlib.Path) -> None:
-    """Process 0 goes through all its batches before process 1 makes its prefetcher, whatever it does with them."""
+    """Where lengths are known, process 0 takes half of its batches before process 1 takes one, whatever it does."""
     import jax
 
     from jaxprefetch import prefetch_to_device
@@ -142,28 +132,29 @@ def own_pace(rank: int, folder: pathlib.Path) -> None:
         for array in batch.values():
             array.delete()
 
-    if rank == 1:
-        meet(rank, folder / "process 0 is through")
-    keep = kept.append
-    for use in (keep, delete, lambda batch: batch["x"].delete(), lambda batch: None):
+    ways = [(keep, {}) for keep in (kept.append,)]
+    for use in (delete, lambda batch: batch["x"].delete(), lambda batch: None):
         for options in ({}, {"delete_used": True}, {"size": 4}, {"host_size": 0}, {"last_batch": "pad"}):
-            if use is keep and options:
-                continue
-            with prefetch_to_device(own_rows(rank, 8), sharding=sharding, **options) as batches:
-                for number, batch in enumerate(batches):
-                    check(batch["x"], global_rows(number), sharding)
-                    use(batch)
-            statistics = batches.statistics()
-            assert statistics.taken == 8
-            assert statistics.peak_in_flight <= statistics.bound
-    if rank == 0:
-        meet(rank, folder / "process 0 is through")
+            ways.append((use, options))
+    for use, options in ways:
+        with prefetch_to_device(own_rows(rank, 8), sharding=sharding, **options) as batches:
+            assert batches.element_spec  # both have batch 0 now
+            if rank == 1:
+                meet(rank, folder / THROUGH)
+            for number, batch in enumerate(batches):
+                check(batch["x"], global_rows(number), sharding)
+                use(batch)
+                if rank == 0 and number == 3:
+                    meet(rank, folder / THROUGH)
+        statistics = batches.statistics()
+        assert statistics.taken == 8
+        assert statistics.peak_in_flight <= statistics.bound
     assert float(total(kept)) == sum(global_rows(number).sum() for number in range(8))
 
 
 @scenario
 def own_ends(rank: int, folder: pathlib.Path) -> None:
-    """Pads and errors are each process's own."""
+    """Each pads its own rows; an error of one is told to the other."""
     import jax
 
     from jaxprefetch import prefetch_to_device
@@ -175,10 +166,11 @@ def own_ends(rank: int, folder: pathlib.Path) -> None:
     assert totals == [16, 16, 10], totals
     with prefetch_to_device([short[0], short[2]], sharding=sharding) as batches:
         assert next(batches).shape == (PROCESSES * ROWS, 2)
-        if rank == 0:
-            text = "Batch 1, leaf batch: axis 0 has 3 rows; the 2 devices along mesh axis 'data' need a multiple of 2"
-            with pytest.raises(ValueError, match=text):
-                next(batches)
+        text = "Batch 1, leaf batch: axis 0 has 3 rows; the 2 devices along mesh axis 'data' need a multiple of 2"
+        told = f"Batch 1: process 0 has failed: ValueError: {text}"
+        refused = pytest.raises(RuntimeError, match=told) if rank else pytest.raises(ValueError, match=text)
+        with refused:
+            next(batches)
 
 
 @scenario
@@ -252,63 +244,14 @@ def own_results(rank: int, folder: pathlib.Path) -> None:
 
 # ---- the tests
 
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: Any) -> Callable[[str, int], str]:
-    """Runs all scenarios in one pair of processes; tells what became of one in a process, "right" if all went well."""
-    folder = tmp_path_factory.mktemp("processes")
-    os.mkfifo(folder / "process 0 is through")
-    flags = f"--xla_force_host_platform_device_count={DEVICES}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    arguments = [sys.executable, __file__, str(free_port()), str(folder)]
-    with contextlib.ExitStack() as stack:
-        workers = []
-        for rank in range(PROCESSES):
-            output = stack.enter_context(open(folder / f"output {rank}", "w"))
-            worker = subprocess.Popen([*arguments, str(rank)], env=environment, stdout=output, stderr=output)
-            stack.callback(worker.wait)
-            stack.callback(worker.kill)  # before the wait; without effect where the process has ended
-            workers.append(worker)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for worker in workers:
-                worker.wait(TIMEOUT_S)
-
-    def report(name: str, rank: int) -> str:
-        path = folder / f"{name} {rank}"
-        output = (folder / f"output {rank}").read_text()
-        return path.read_text() if path.exists() else f"process {rank} did not get through {name}:\n{output}"
-
-    return report
+reports = SCENARIOS.fixture(__file__, processes=PROCESSES, devices=DEVICES, pipes=(THROUGH,))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_two_processes(name: str, reports: Callable[[str, int], str]) -> None:
+def test_two_processes(name: str, reports: Reports) -> None:
     """Both processes get through the scenario with the right values."""
-    for rank in range(PROCESSES):
-        assert reports(name, rank) == "right", reports(name, rank)
-
-
-def main() -> None:
-    port, folder, rank = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
-    import jax
-
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.distributed.initialize(f"localhost:{port}", PROCESSES, rank, initialization_timeout=TIMEOUT_S)
-    assert len(jax.devices()) == PROCESSES * DEVICES
-    for name, run in SCENARIOS.items():
-        try:
-            run(rank, folder)
-        except Exception:
-            (folder / f"{name} {rank}").write_text(traceback.format_exc())
-        else:
-            (folder / f"{name} {rank}").write_text("right")
+    reports.check(name)
 
 
 if __name__ == "__main__":
-    main()
+    SCENARIOS.main()

@@ -101,6 +101,11 @@ class Placement:
         """This process's devices, each once."""
         return tuple(dict.fromkeys(d for t in self._targets for d in local_devices(t.sharding)))
 
+    @property
+    def all_devices(self) -> set[Device]:
+        """Those of all processes."""
+        return {device for target in self._targets for device in target.sharding.device_set}
+
     def targets(self, batch: Any, number: int) -> list[Target]:
         """One target a leaf of the batch, from the prefix.
 

@@ -266,6 +266,9 @@ class Inline:
     def start(self) -> None:
         """Nothing to start."""
 
+    def before_next(self, taken: int) -> None:
+        """As `Shelf` has it."""
+
     def wait(self, number: int, timeout: float | None) -> bool:
         """Pulls and stages the next batch, however long that takes."""
         with self._inside:

@@ -4,14 +4,14 @@ Synopsis:
 
     places = Places(source)
     places.set(state)                             # before anything is pulled
-    places.begin_pass(pipeline.places)            # own states of the source, by the number of batches pulled
+    places.begin_pass(pipeline.places, pulled)    # own states of the source, by the number of batches pulled
     state = places.get(taken=3, rows=96, ended=False)
     places.next_pass()
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from jaxprefetch.errors import add_note
@@ -24,13 +24,21 @@ VERSION = 1
 class Places:
     """Counts passes and the batches taken of them. Used by the consumer's thread.
 
+    Args:
+        source: where the places are.
+        one_back: states are those before the batch taken last, which will be pulled again to see what padding is like:
+            after it the source may have ended.
+
     Attributes:
+        ahead: how many batches are pulled that are not delivered: that one, after a restart.
         rows: of batch 0 of this pass, if that was taken before a restart.
         begun: something was pulled, or is about to be.
     """
 
-    def __init__(self, source: ResumableSource):
-        self._source = source
+    def __init__(self, source: ResumableSource, *, one_back: bool = False):
+        self._source, self._one_back = source, one_back
+        self.ahead = 0
+        self._pulled: Callable[[], int] = lambda: 0
         self._pass = 0
         self._taken = 0  # of this pass, before a restart
         self.rows: int | None = None
@@ -38,19 +46,19 @@ class Places:
         self._own: MutableMapping[int, Any] | None = None  # of this pass, once it has begun; the puller puts in
         self._before: Any = None  # the own state with which this pass begins, if it is not the first
 
-    def begin_pass(self, own: MutableMapping[int, Any]) -> None:
-        """Pulling begins; `own` gets the source's own state for each number of batches pulled."""
-        self._own, self.begun = own, True
+    def begin_pass(self, own: MutableMapping[int, Any], pulled: Callable[[], int]) -> None:
+        """Pulling begins; `own` gets the source's own state for each number of batches pulled, `pulled` tells that."""
+        self._own, self._pulled, self.begun = own, pulled, True
 
     def next_pass(self) -> None:
         """The pass has ended, and another will begin."""
         self._before = self._own.get(AFTER_END) if self._own is not None else None
-        self._pass, self._taken, self.rows, self._own = self._pass + 1, 0, None, None
+        self._pass, self._taken, self.rows, self._own, self.ahead = self._pass + 1, 0, None, None, 0
 
     def forget(self, taken: int) -> None:
         """So many batches of this pass were taken: no state before the last but one is asked for any more."""
         if self._own:
-            self._own.pop(taken - 2, None)
+            self._own.pop(self._index(taken) - 2, None)
 
     def get(self, taken: int, rows: int | None, *, ended: bool) -> dict[str, Any]:
         """The state after so many batches of this pass since the restart.
@@ -66,14 +74,21 @@ class Places:
         """
         if not self.begun:
             self._source.check_resumable()
-            return self._state(self._pass, self._taken, self.rows, self._source.place_before())
+            return self._state(self._pass, self._taken, self.rows, self._source.place_before(), again=self.ahead)
         if not self._source.resumable:
             raise self._source.refusal()
         if ended and self._source.reiterable:
             return self._state(self._pass + 1, 0, None, self._own.get(AFTER_END) if self._own is not None else None)
         if self._own is None:
             return self._state(self._pass, 0, None, self._before)
-        return self._state(self._pass, self._taken + taken, rows or self.rows, self._own.get(taken))
+        at = self._index(taken)
+        again = taken + self.ahead - at
+        return self._state(self._pass, self._taken + at, rows or self.rows, self._own.get(at), again=again)
+
+    def _index(self, taken: int) -> int:
+        """How many batches were pulled at the place that is the state's; those that padding stands for were not."""
+        pulled = taken + self.ahead
+        return max(0, min(pulled, self._pulled()) - 1) if self._one_back else pulled
 
     def set(self, state: Any) -> None:
         """The first pass begins where the state was taken; on the thread that pulls.
@@ -94,12 +109,14 @@ class Places:
             )
         self._source.go_to(state["pass"], state["taken"], state["source"])
         self._pass, self._taken, self.rows = state["pass"], state["taken"], state["rows"]
+        self.ahead = int(bool(state.get("again")))
 
-    def _state(self, number_of_pass: int, taken: int, rows: int | None, own: Any) -> dict[str, Any]:
+    def _state(self, number_of_pass: int, taken: int, rows: int | None, own: Any, *, again: int = 0) -> dict[str, Any]:
         if isinstance(own, Unknown):
             add_note(own.error, "jaxprefetch: raised by the source when it was asked for its state")
             raise own.error
-        return {
+        last = {"again": True} if again else {}  # the batch after this place has been taken
+        return last | {
             "version": VERSION,
             "how": self._source.how,
             "pass": number_of_pass,

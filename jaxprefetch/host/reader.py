@@ -8,10 +8,8 @@ Synopsis:
     reader.items[0]                      # the first staged batch, or End
     del reader.items[0]; reader.give_room(issued=1, landed=0)
 
-No lock connects it with its consumer. `items` holds what is staged by number, with `End` as the last, so that "what is
-staged" and "has it ended" are one snapshot, and an interrupt that strikes after a wait loses nothing. Two queues only
-wake: `_news` the consumer, `_room` the reader, which learns what has been issued and has landed. `SimpleQueue.put` is
-reentrant, so `cancel` is safe in a finaliser that runs in the middle of anything.
+No lock connects it with its consumer, which finds what is staged on the `Shelf`. A second queue, `_room`, wakes the
+reader, which learns what has been issued and has landed.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from queue import Empty, SimpleQueue
-from typing import Any
+from queue import SimpleQueue
 
 from jaxprefetch.host.pipeline import Cancelled, End, EnterContext, Pipeline
+from jaxprefetch.host.shelf import Shelf
 from jaxprefetch.host.source import closable_from_outside, close_iterator
 
 logger = logging.getLogger("jaxprefetch")
@@ -35,7 +33,7 @@ CLOSE_SECONDS = 1.0
 """What `close()` waits for a reader that is stuck in its source, altogether."""
 
 
-class Reader:
+class Reader(Shelf):
     """Pulls and stages on a daemon thread.
 
     Args:
@@ -55,18 +53,15 @@ class Reader:
         context: EnterContext = contextlib.nullcontext,
         max_host_bytes: int | None = None,
     ):
+        super().__init__()
         self.pipeline = pipeline
         self._context = context
         self._max_host_bytes = max_host_bytes
-        self.items: dict[int, Any] = {}  # put in by the thread, taken out by the consumer
-        self._news: SimpleQueue[None] = SimpleQueue()
         self._room: SimpleQueue[None] = SimpleQueue()
         self._host_size = host_size
         self._pulled = self._issued = self._reserved = self._landed = 0  # the thread's own counts, of batches and bytes
-        self._waited_for = False  # written by the consumer
         self._told = 0, 0  # written by the consumer: batches issued and bytes landed
         self._wants_room = False  # written by the thread
-        self._cancelled = False  # written once, False to True
         self._thread: threading.Thread | None = None  # made by start(): a thread refers to its reader
         self._runs: dict[str, threading.Thread] = {}  # "thread": the one that got to run; written with setdefault
 
@@ -82,22 +77,6 @@ class Reader:
                 if self._thread is None:
                     _live.discard(self)
 
-    def wait(self, number: int, timeout: float | None) -> bool:
-        """Whether item `number` is there within so many seconds. Blocking: that long; Ctrl-C and `cancel` get through.
-
-        The thread rings only for a consumer that waits. None is missed: the consumer says that it waits and then looks
-        for the item, the thread puts in the item and then looks whether somebody waits.
-        """
-        self._waited_for = True
-        try:
-            while number not in self.items and not self._cancelled:
-                self._news.get(timeout=timeout)
-        except Empty:
-            return False
-        finally:
-            self._waited_for = False
-        return True
-
     def give_room(self, issued: int, landed: int) -> None:
         """So many batches have been issued altogether, and so many bytes of host memory have landed."""
         self._told = issued, landed
@@ -106,9 +85,8 @@ class Reader:
 
     def cancel(self) -> None:
         """Asks the thread to stop and wakes both sides. Never blocks; safe in finalisers."""
-        self._cancelled = True
+        super().cancel()
         self._room.put(None)
-        self._news.put(None)
 
     def close(self) -> None:
         """Stops the thread. Blocking: `CLOSE_SECONDS` at most; then it is left behind and closes when it wakes."""
@@ -135,10 +113,8 @@ class Reader:
                 item = self.pipeline.advance(number, self._reserve)
                 if self._cancelled:
                     return
-                self.items[number] = item
+                self.leave(number, item)
                 self.pipeline.forget()
-                if self._waited_for:
-                    self._news.put(None)
                 if isinstance(item, End):
                     return
                 del item

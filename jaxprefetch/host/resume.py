@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jaxprefetch.host.loaders import forgets, is_streamed, shuffles_anew
-from jaxprefetch.host.source import Source, close_iterator, origin
+from jaxprefetch.host.source import Source, close_iterator, exact_length, origin
 
 CURE = (
     'If a newly made source yields the same batches in the same order again, pass resume="replay": it is then gone '
@@ -70,6 +70,12 @@ class ResumableSource(Source):
         self._opened: Any = None  # an iterator that no pass has taken over yet
         self._passes_to_skip = 0
         self._to_skip: Iterator[int] = iter(())  # one for each batch of the pass
+        self._behind: int | None = 0  # where in its next pass it will be opened; None: only the source knows
+
+    def length(self) -> int | None:
+        """How many batches the pass that is opened next will have; None where that is not known. Once a pass."""
+        behind, self._behind = self._behind, 0
+        return None if behind is None or (n := exact_length(self._source)) is None else max(0, n - behind)
 
     def open(self) -> Iterator[Any]:
         """The iterator of one pass, at its place. The same again until `place` is asked of it.
@@ -150,8 +156,10 @@ class ResumableSource(Source):
         if self.replays:
             same = isinstance(self._source, (list, tuple)) or not self.reiterable
             self._passes_to_skip = 0 if same else number_of_pass
-            self._to_skip = iter(range(taken))
-        elif own is not None and self._loads:
+            self._to_skip, self._behind = iter(range(taken)), taken
+            return
+        self._behind = 0 if own is None else None
+        if own is not None and self._loads:
             self._sticks = is_streamed(self._source)
             if self._sticks and "epoch" in own:  # else it takes the state for that of another epoch, and begins anew
                 self._source.set_epoch(own["epoch"])
