@@ -8,6 +8,7 @@ Each case is a way to end, what the library is doing then, who takes the batches
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -84,8 +85,8 @@ def begin():  # the exit
         raise KeyError("mine")
     if WAY == "sys.exit":
         sys.exit(3)
-    if WAY != "end":
-        threading.Event().wait()
+    while WAY != "end":  # a signal that comes right before a wait without an end would not wake it
+        threading.Event().wait(0.05)
 
 def numbered():
     for i in itertools.count():
@@ -230,6 +231,7 @@ def run(case: Case) -> Ended:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     with process:
         assert process.stdout is not None
@@ -239,7 +241,10 @@ def run(case: Case) -> Ended:
         try:
             _, errors = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
+            process.send_signal(signal.SIGABRT)  # faulthandler tells where its threads are
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            os.killpg(process.pid, signal.SIGKILL)  # with workers, which have the pipes, too
             _, errors = process.communicate()
             return Ended(None, errors, LIMIT_S)
     began = int(line) if line.isdigit() else time.monotonic_ns()
