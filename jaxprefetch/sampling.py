@@ -86,7 +86,8 @@ class CacheBatches(Generic[T]):
             right = key.shape == key_shape(implementation)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"state: expected what get_state() of cache batches returned, got {state!r:.200}."
+                f"state: expected what get_state() of cache batches returned, got {state!r:.200}. Take another state, "
+                "or begin anew without it."
             ) from error
         length = filled // self._each
         if not right or taken < 0 or epoch < -1 or not 0 <= position <= length:
