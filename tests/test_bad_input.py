@@ -97,7 +97,7 @@ def check_message(row: Row, error: BaseException) -> None:
 
 
 def failing(row: Row, call: Callable[[], Any]) -> BaseException:
-    with pytest.raises(kind_of(row), match="^.") as caught:  # the message has its own check
+    with pytest.raises(kind_of(row), match=r"^.") as caught:  # the message has its own check
         call()
     check_message(row, caught.value)
     return caught.value
