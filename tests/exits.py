@@ -44,7 +44,7 @@ PLACES = {
     "no reader": "batches = prefetch(numbered(), host_size=0); train(batches); begin()",
     "several": "many = [prefetch(stuck()) for _ in range(4)]; [next(batches) for batches in many]; begin()",
     "main waits": "tell_when_asked = True; list(prefetch(stuck()))",
-    "caller waits": "caller(lambda: list(prefetch(stuck()))); asked.wait(); begin()",
+    "caller waits": "caller(lambda: take_all(prefetch(stuck()))); taken.wait(); begin()",
     "caller copies": "caller(lambda: next(prefetch(large(), host_size=0))); asked.wait(); begin()",
     "caller trains": "caller(lambda: train(prefetch(numbered()), 10**9)); asked.wait(); begin()",
     "caller ends later": "caller(until_main_has_ended, daemon=False); asked.wait(); begin()",
@@ -70,7 +70,7 @@ if METHOD:  # before there are threads, which a fork would cut off
 import jax
 from jaxprefetch import DeviceQueue, prefetch_to_device as prefetch
 
-asked = threading.Event()
+asked, taken = threading.Event(), threading.Event()
 tell_when_asked = False
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if WAY == "SIGTERM, handled":
@@ -133,6 +133,11 @@ def fill(queue):
 def take(queue):
     asked.set()
     queue.get()
+
+def take_all(batches):
+    for k, batch in enumerate(batches):
+        if k == 1:
+            taken.set()
 
 def until_main_has_ended():
     batches = prefetch(numbered())
