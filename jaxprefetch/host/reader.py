@@ -232,4 +232,4 @@ def _stop_all() -> None:
     """
     readers = list(_live)
     stop(readers, logging.INFO)
-    _join({reader: reader.consumer for reader in readers}, CLOSE_SECONDS / 4)
+    _join({reader: reader.consumer for reader in readers}, CLOSE_SECONDS / 2)
