@@ -59,14 +59,53 @@ def check_keep_on_host(value: Any) -> None:
         )
 
 
-def check_switch(name: str, value: Any) -> None:
-    """The argument is True, False or None.
+def check_switch(name: str, value: Any, *, or_none: bool = False) -> None:
+    """The argument is True or False, or None where that may be.
 
     Raises:
         TypeError: it is none of these.
     """
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True, False or None, got {type(value).__name__} {value!r}.")
+    if not (isinstance(value, (bool, np.bool_)) or (or_none and value is None)):
+        expected = "True, False or None" if or_none else "True or False"
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__} {value!r}.")
+
+
+def check_function(name: str, value: Any, what: str) -> None:
+    """The argument can be called.
+
+    Raises:
+        TypeError: it cannot; `what` it should be is told.
+    """
+    if not callable(value):
+        raise TypeError(f"{name}: expected {what}, got {type(value).__name__} {value!r:.100}.")
+
+
+def check_key(name: str, value: Any) -> None:
+    """The argument can be a key of a dict.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{name}: expected a key of a dict, such as 'mask', got {type(value).__name__} {value!r}."
+        ) from None
+
+
+def seconds(name: str, value: Any, *, least: float = 0.0) -> float:
+    """An argument as seconds of at least `least`; infinite is allowed.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is less, or not a number.
+    """
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name}: expected seconds, got {type(value).__name__} {value!r}.")
+    if not float(value) >= least:
+        raise ValueError(f"{name}: expected at least {least:g} seconds, got {value!r}.")
+    return float(value)
 
 
 def _index(value: Any) -> int | None:

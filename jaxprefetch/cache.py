@@ -17,10 +17,11 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from jaxprefetch.arguments import integer, parse_bytes
+from jaxprefetch.arguments import check_switch, integer, parse_bytes
 from jaxprefetch.device.examples import ResidentLayout
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.example_spec import ExampleSpec, as_int32, check_slots
+from jaxprefetch.host.states import check_state
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
 from jaxprefetch.refresh import Refresh
@@ -144,6 +145,7 @@ class DeviceCache(Generic[T]):
             TypeError, ValueError: an argument is not what it should be.
         """
         batch_size = integer("batch_size", batch_size, 1)
+        check_switch("replace", replace)
         if batch_size % self._layout.shards:
             raise ValueError(
                 f"batch_size: expected a multiple of the {self._layout.shards} devices of the cache, got {batch_size}."
@@ -201,6 +203,7 @@ class DeviceCache(Generic[T]):
             TypeError, ValueError: an argument is not what it should be.
         """
         every_takes = integer("every_takes", every_takes, 1)
+        check_switch("deterministic", deterministic)
         with self._alone("refresh"):
             new = None if source is None else self._prefetched(source, fresh_buffers)
             old, self._refresh = self._refresh, None
@@ -224,7 +227,9 @@ class DeviceCache(Generic[T]):
         with self._alone("set_state"):
             if self._refresh is not None:
                 raise ValueError("set_state: a refresh is going on. Set the state first, then call refresh().")
-            takes, refreshes = int(state["takes"]), int(state["refreshes"])
+            takes, refreshes, _ = check_state(
+                state, "set_state", ("takes", "refreshes", "filled"), ("examples", "by_age")
+            )
             self._store.set_state(state)
             self._takes, self._refreshes = takes, refreshes
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxprefetch.arguments import integer
+from jaxprefetch.arguments import integer, seconds
 
 
 class Every:
@@ -41,15 +41,13 @@ def cadence(name: str, value: Any, other: str, needed: Any) -> Any:
     """Steps or seconds, as they are given.
 
     Raises:
-        TypeError: they are given without the argument `other`, which would be done then.
+        TypeError: they are given without the argument `other`, which would be done then; or they are no number.
         ValueError: they are not positive.
     """
     if value is None:
         return None
     if needed is None:
-        raise TypeError(f"{name} is given without {other}.")
+        raise TypeError(f"{name}: expected {other} beside it, got {value!r} alone. Pass {other}, or leave it out.")
     if name.endswith("_steps"):
         return integer(name, value, 1)
-    if not value > 0:
-        raise ValueError(f"{name}: expected a positive number, got {value!r}.")
-    return value
+    return seconds(name, value, least=1e-9)

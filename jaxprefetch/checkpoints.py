@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxprefetch.arguments import integer
+from jaxprefetch.errors import Noted
 from jaxprefetch.extras import needs_extra
 from jaxprefetch.host.states import from_json, to_json
 
@@ -51,6 +53,7 @@ class Checkpoints:
         best_mode: whether the largest or the smallest is best.
 
     Raises:
+        TypeError, ValueError: an argument is not what it should be.
         ModuleNotFoundError: Orbax is not installed.
     """
 
@@ -62,6 +65,13 @@ class Checkpoints:
         best_metric: str | None = None,
         best_mode: Literal["max", "min"] = "max",
     ):
+        max_to_keep = integer("max_to_keep", max_to_keep, 1)
+        if not isinstance(directory, (str, os.PathLike)):
+            raise TypeError(f"directory: expected a path, got {type(directory).__name__} {directory!r:.100}.")
+        if not (best_metric is None or isinstance(best_metric, str)):
+            raise TypeError(f"best_metric: expected the name of a metric or None, got {best_metric!r:.100}.")
+        if best_mode not in ("max", "min"):
+            raise ValueError(f"best_mode: expected 'max' or 'min', got {best_mode!r:.100}.")
         self._orbax = orbax = _orbax()
         policies = orbax.checkpoint_managers
         keep: list[Any] = [policies.LatestN(max_to_keep)]
@@ -101,9 +111,10 @@ class Checkpoints:
         Orbax's threads, and the next step may donate it.
 
         Raises:
-            ValueError: the step has been saved already.
+            ValueError: the step is no count, or has been saved already.
             Exception: what an earlier save raised on its thread.
         """
+        step = integer("step", step, 0)
         args = self._orbax.args
         items = {"state": args.StandardSave(_arrays(state))}
         if batches is not None:
@@ -124,8 +135,8 @@ class Checkpoints:
             `state` as it is and 0 if there are no checkpoints, and `step` is None.
 
         Raises:
-            ValueError: the checkpoint has no state of the input, or that of another number of processes, and the source
-                is not Grain's `ElasticIterator`.
+            ValueError: the checkpoint has no state of the input, a damaged one, or that of another number of processes,
+                and the source is not Grain's `ElasticIterator`.
             Exception: Orbax's, if the checkpoint does not fit `state` or does not exist.
         """
         if step is None and (step := self.latest_step) is None:
@@ -135,7 +146,8 @@ class Checkpoints:
         wanted = {"state": args.StandardRestore(jax.tree.map(self._orbax.utils.to_shape_dtype_struct, given))}
         if batches is not None:
             wanted["input"] = args.JsonRestore()
-        restored = self._manager.restore(step, args=args.Composite(**wanted))
+        with Noted(f"jaxprefetch: raised while checkpoint {step} was read; pass another step, or a new directory"):
+            restored = self._manager.restore(step, args=args.Composite(**wanted))
         if batches is not None:
             batches.set_state(from_json(_of_this_process(restored["input"], step)))
         return _filled(state, jax.tree.map(_like, given, restored["state"])), step
@@ -244,7 +256,12 @@ def _of_all_processes(state: Any) -> list[Any]:
 
 
 def _of_this_process(saved: Mapping[str, Any] | None, step: int) -> Any:
-    states = saved["processes"] if saved else []
+    states = saved.get("processes") if isinstance(saved, Mapping) else []
+    if not isinstance(states, list):
+        raise ValueError(
+            f"Checkpoint {step}: expected a list of the input's states at input/processes, got {states!r:.200}. It is "
+            "damaged: restore another step, or without batches, and set the source up yourself."
+        )
     if len(states) == jax.process_count():
         return states[jax.process_index()]
     if states and all(_is_of_all(state) and state["source"] == states[0]["source"] for state in states):

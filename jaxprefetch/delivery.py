@@ -12,11 +12,12 @@ Synopsis:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxprefetch.arguments import check_function
 from jaxprefetch.errors import add_note
 from jaxprefetch.late import LateMetrics
 
@@ -36,7 +37,9 @@ class Delivery:
     """
 
     def __init__(self, hooks: Hook | Sequence[Hook], *, every_steps: int, finite: str | None):
-        self._hooks: tuple[Hook, ...] = (hooks,) if callable(hooks) else tuple(hooks)
+        self._hooks: tuple[Hook, ...] = (hooks,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
+        for hook in self._hooks:
+            check_function("hooks", hook, "functions (step, metrics)")
         self._every_steps = every_steps
         self._finite = finite
         self._late = LateMetrics()

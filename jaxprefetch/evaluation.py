@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxprefetch.arguments import check_function
 from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.late import LateMetrics
 from jaxprefetch.prefetch import prefetch_to_device
@@ -61,6 +62,7 @@ def evaluate(
 
     Blocking: until the last batch is evaluated.
     """
+    check_function("step", step, "a function (state, batch) -> metrics")
     if isinstance(source, DevicePrefetcher):
         refuse_options(size=size, sharding=sharding, max_bytes=max_bytes)
         if source.in_pass:
@@ -90,7 +92,10 @@ def refuse_options(**options: Any) -> None:
         TypeError: one is not None.
     """
     if given := [name for name, value in options.items() if value is not None]:
-        raise TypeError(f"{', '.join(given)}: the source is a DevicePrefetcher, which has been made with its own.")
+        raise TypeError(
+            f"{', '.join(given)}: the source is a DevicePrefetcher, which has been made with its own. Leave "
+            "them out here, or pass the bare source."
+        )
 
 
 def _totals(step: Callable[[Any, Any], Any], state: Any, batches: Iterable[Any], mask_key: Hashable) -> Any:

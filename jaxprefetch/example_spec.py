@@ -92,7 +92,7 @@ class ExampleSpec:
         where = f"{what}, leaf {spec.path}"
         leaf = _array(leaf, where)
         if tuple(leaf.shape[1:]) != spec.shape:
-            expected = ", ".join(["rows", *map(str, spec.shape)])
+            expected = ", ".join(["rows", *map(str, spec.shape)]) + "," * (not spec.shape)
             raise ValueError(f"{where}: expected an array of shape ({expected}), got {tuple(leaf.shape)}.")
         if (dtype := self._dtype(leaf, where)) != spec.dtype:
             raise ValueError(

@@ -55,7 +55,10 @@ def fetch_to_host(outputs: Iterable[T], size: int = 4, *, max_bytes: int | str |
         ValueError: `size` or `max_bytes` is not what it should be.
         TypeError: `outputs` cannot be iterated.
     """
-    return HostFetcher(iter(outputs), integer("size", size, 1), parse_bytes("max_bytes", max_bytes))
+    size, most = integer("size", size, 1), parse_bytes("max_bytes", max_bytes)
+    if not any(hasattr(outputs, name) for name in ("__iter__", "__getitem__")):
+        raise TypeError(f"outputs: expected an iterable of pytrees, got {type(outputs).__name__} {outputs!r:.100}.")
+    return HostFetcher(iter(outputs), size, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from jaxprefetch.arguments import integer
+from jaxprefetch.arguments import check_function, integer
 from jaxprefetch.cadence import Every, cadence
 from jaxprefetch.checkpoints import Checkpoints
 from jaxprefetch.delivery import Delivery, Hook
@@ -131,6 +131,17 @@ def train_loop(
     Blocking: until the run ends.
     """
     options = {"size": size, "sharding": sharding, "max_bytes": max_bytes, "resume": resume}
+    check_function("step", step, "a function (state, batch) -> (state, metrics)")
+    if eval_fn is not None:
+        check_function("eval_fn", eval_fn, "a function from state to metrics")
+    if not isinstance(stop_on_non_finite, (bool, str)):
+        raise TypeError(
+            f"stop_on_non_finite: expected True, False or the name of a metric, got {stop_on_non_finite!r}."
+        )
+    if not (checkpoints is None or isinstance(checkpoints, (str, os.PathLike)) or hasattr(checkpoints, "restore")):
+        raise TypeError(
+            f"checkpoints: expected Checkpoints or a path, got {type(checkpoints).__name__} {checkpoints!r}."
+        )
     delivery = Delivery(
         hooks,
         every_steps=integer("log_every_steps", log_every_steps, 1),

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Hashable, Iterable
 from typing import Any, Literal, TypeVar
 
-from jaxprefetch.arguments import check_keep_on_host, check_switch, integer, parse_bytes
+from jaxprefetch.arguments import check_function, check_keep_on_host, check_key, check_switch, integer, parse_bytes
 from jaxprefetch.device.handout import OnDevice
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
@@ -129,10 +129,12 @@ def prefetch_to_device(
     batch_axis = integer("batch_axis", batch_axis, 0)
     if last_batch not in MODES:
         raise ValueError(f"last_batch: expected one of {', '.join(map(repr, MODES))}, got {last_batch!r}.")
-    if on_device is not None and not callable(on_device):
-        raise TypeError(f"on_device: expected a function from batch to batch, got {type(on_device).__name__}.")
+    if on_device is not None:
+        check_function("on_device", on_device, "a function from batch to batch")
     check_keep_on_host(keep_on_host)
-    check_switch("fresh_buffers", fresh_buffers)
+    check_key("mask_key", mask_key)
+    check_switch("delete_used", delete_used)
+    check_switch("fresh_buffers", fresh_buffers, or_none=True)
     if uneven not in UNEVEN:
         raise ValueError(f"uneven: expected one of {', '.join(map(repr, UNEVEN))}, got {uneven!r}.")
     if uneven == "pad" and last_batch != "pad":

@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from jaxprefetch.arguments import integer, parse_bytes
+from jaxprefetch.arguments import integer, parse_bytes, seconds
 from jaxprefetch.device.completion import memory_in_compute_order
 from jaxprefetch.device.feed import Feed
 from jaxprefetch.device.handout import HandOut
@@ -98,6 +98,7 @@ class DeviceQueue(Generic[T]):
                 it should. Nothing has changed then.
             TypeError, OverflowError: a leaf cannot go to a device; nothing has changed.
         """
+        timeout = None if timeout is None else seconds("timeout", timeout)
         try:
             if not self._inbox.reserve(timeout):
                 raise Full(f"put: the queue had no room within {timeout:g} s. Take batches faster, or wait longer.")
@@ -126,6 +127,7 @@ class DeviceQueue(Generic[T]):
             ValueError: so many consumers hold a batch that `max_bytes` leaves no room for another; nothing has changed.
             Exception: what putting a batch on its devices has raised; again at every later call.
         """
+        timeout = None if timeout is None else seconds("timeout", timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         batch: Any = _NOTHING
         try:

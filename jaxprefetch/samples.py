@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxprefetch.arguments import integer
+from jaxprefetch.arguments import check_switch, integer
 from jaxprefetch.host.batches import Batches
 
 
@@ -49,9 +49,10 @@ def batched(samples: Iterable[Any], batch_size: int, *, drop_last: bool = False)
             place of their batch, which names the sample and the leaf.
     """
     batch_size = integer("batch_size", batch_size, 1)
+    check_switch("drop_last", drop_last)
     if isinstance(samples, (Mapping, str, bytes)) or not (
         hasattr(samples, "__iter__") or hasattr(samples, "__getitem__")
     ):
-        raise TypeError(f"samples: expected an iterable of samples, got {type(samples).__name__}.")
+        raise TypeError(f"samples: expected an iterable of samples, got {type(samples).__name__} {samples!r:.100}.")
     made = Batched(samples, batch_size, bool(drop_last))
     return iter(made) if isinstance(samples, Iterator) else made

@@ -9,6 +9,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,6 +28,9 @@ class Cache(Protocol):
     """What serves a read, after the refresh that is due before it."""
 
     def _serve(self, what: str, read: Read, /) -> Any: ...
+
+
+_COUNTS = "taken", "epoch", "position", "filled"
 
 
 class CacheBatches(Generic[T]):
@@ -77,14 +81,19 @@ class CacheBatches(Generic[T]):
             ValueError: it is no state of such batches; nothing has changed.
         """
         try:
-            taken, epoch, position, filled = (int(state[name]) for name in ("taken", "epoch", "position", "filled"))
+            taken, epoch, position, filled = (operator.index(state[name]) for name in _COUNTS)
             key, implementation = np.asarray(state["key"], np.uint32), state["implementation"]
             right = key.shape == key_shape(implementation)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"state: expected what get_state() of cache batches returned, got {state!r}.") from error
+            raise ValueError(
+                f"state: expected what get_state() of cache batches returned, got {state!r:.200}. Take another state, "
+                "or begin anew without it."
+            ) from error
         length = filled // self._each
         if not right or taken < 0 or epoch < -1 or not 0 <= position <= length:
-            raise ValueError(f"state: {state!r} is not that of batches of {self._rows} rows.")
+            raise ValueError(
+                f"state: {state!r:.200} is not that of batches of {self._rows} rows. Make them as they were made then."
+            )
         self._key, self._implementation, self._taken, self._on_devices = key, implementation, taken, ()
         self._epoch, self._position, self._length, self._filled = epoch, position, length, filled
 

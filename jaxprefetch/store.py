@@ -9,6 +9,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -89,12 +90,13 @@ class Store:
         """
         leaves, n = self.rows(state["examples"], "state")
         shape = (self.layout.shards, self.layout.each)
-        by_age, filled = np.asarray(state["by_age"]), int(state["filled"])
+        by_age, filled = np.asarray(state["by_age"]), operator.index(state["filled"])
         ages_are_right = by_age.shape == shape and (np.sort(by_age) == np.arange(shape[1])).all()
         if n != self.layout.slots or not ages_are_right or not 0 <= filled <= shape[1]:
             raise ValueError(
                 f"state: expected that of a cache of {self.layout.slots:,} slots on {shape[0]} devices, got {n:,} "
-                f"examples, {filled:,} of each device filled, and ages of shape {by_age.shape}."
+                f"examples, {filled:,} of each device filled, and ages of shape {by_age.shape}. Make the cache as "
+                "it was made then, or take another state."
             )
         self.write(leaves, n, np.tile(np.arange(shape[1]), (shape[0], 1)))
         self.ring.restore(by_age, filled)
@@ -113,5 +115,8 @@ def rows_of(spec: ExampleSpec, layout: ResidentLayout, examples: Any, what: str)
     """As `Store.rows`, before there is a store."""
     leaves, n = spec.rows(examples, what, layout.shards)
     if n > layout.slots:
-        raise ValueError(f"{what}: {n:,} examples are more than the {layout.slots:,} slots of the cache.")
+        raise ValueError(
+            f"{what}: {n:,} examples are more than the {layout.slots:,} slots of the cache. "
+            "Pass fewer, or make it with a larger capacity."
+        )
     return leaves, n

@@ -244,7 +244,7 @@ def test_size_is_a_positive_integer(size: Any) -> None:
 
 def test_outputs_that_cannot_be_iterated_are_an_error() -> None:
     """A single output is no iterable."""
-    with pytest.raises(TypeError, match="not iterable"):
+    with pytest.raises(TypeError, match="outputs: expected an iterable of pytrees, got int 3"):
         fetch_to_host(3)  # pyright: ignore[reportArgumentType]
 
 

@@ -44,6 +44,19 @@ def test_errors_imports_nothing_of_ours() -> None:
     assert not imported(HOUSE / "errors.py")
 
 
+def test_private_api_of_jax_has_its_places() -> None:
+    """What JAX does not promise is looked for in two files, each of which has a tested way without it."""
+    places = {"transfer.py": ("jax._src.config", "jaxlib"), "pinning.py": ("jaxlib.version",)}
+    for path in HOUSE.rglob("*.py"):
+        tree = list(ast.walk(ast.parse(path.read_text())))
+        modules = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module or "" for node in tree if isinstance(node, ast.ImportFrom)}
+        private = {name for name in modules if name.startswith(("jax._", "jaxlib", "jax.extend", "jax.interpreters"))}
+        assert private == set(places.get(path.name, ())), path.name
+        attributes = {node.attr for node in tree if isinstance(node, ast.Attribute)}
+        assert path.name == "pinning.py" or not attributes & {"client", "dma_map", "dma_unmap"}, path.name
+
+
 def test_the_window_knows_no_jax_no_thread_and_no_clock() -> None:
     """Decisions are made from facts alone."""
     for name in ("window", "flight", "actions"):

@@ -86,6 +86,11 @@ def test_devices_of_several_clients_have_nothing_registered() -> None:
     assert jax.devices()[0].client is jax.devices()[-1].client
 
 
+def test_devices_that_show_no_client_have_nothing_registered() -> None:
+    """A JAX whose devices have no `client` sends from pageable memory."""
+    assert Pinning.of([types.SimpleNamespace(platform="gpu")]) is None
+
+
 @pytest.mark.parametrize(
     ("leaf", "sent"),
     [

@@ -247,10 +247,14 @@ def test_own_prefetcher_stays_open():
     [
         ({"num_steps": -1}, ValueError, "num_steps: expected an integer of at least 0, got -1"),
         ({"log_every_steps": 0}, ValueError, "log_every_steps: expected an integer of at least 1, got 0"),
-        ({"eval_every_steps": 5}, TypeError, "eval_every_steps is given without eval_fn"),
-        ({"save_every_steps": 5}, TypeError, "save_every_steps is given without checkpoints"),
-        ({"save_every_seconds": 5}, TypeError, "save_every_seconds is given without checkpoints"),
-        ({"save_every_seconds": 0, "checkpoints": "x"}, ValueError, "save_every_seconds: expected a positive number"),
+        ({"eval_every_steps": 5}, TypeError, "eval_every_steps: expected eval_fn beside it"),
+        ({"save_every_steps": 5}, TypeError, "save_every_steps: expected checkpoints beside it"),
+        ({"save_every_seconds": 5}, TypeError, "save_every_seconds: expected checkpoints beside it"),
+        (
+            {"save_every_seconds": 0, "checkpoints": "x"},
+            ValueError,
+            "save_every_seconds: expected at least 1e-09",
+        ),
     ],
 )
 def test_wrong_arguments(options, kind, match):

@@ -41,8 +41,11 @@ def _measure(device: Device) -> float | None:
     memory = mmap.mmap(-1, PROBE_BYTES)
     data = np.frombuffer(memory, np.uint8)
     data[:: mmap.PAGESIZE] = 1  # touched, so that the pages are there
+    pinning = Pinning.of([device])
+    if pinning is None:
+        return None
     try:
-        unregister = Pinning(device.client).register(data.__array_interface__["data"][0], PROBE_BYTES)
+        unregister = pinning.register(data.__array_interface__["data"][0], PROBE_BYTES)
     except RuntimeError:  # no such call, or no right to pin memory: a pageable copy says nothing about the link
         return None
     try:

@@ -40,11 +40,13 @@ class Pinning:
 
     @classmethod
     def of(cls, devices: Sequence[Device]) -> Pinning | None:
-        """For these devices; None where they read host memory as it is, or belong to several clients."""
+        """For these devices; None where they read host memory as it is, or belong to several clients or to none."""
         if not devices or any(device.platform not in GPU_PLATFORMS for device in devices):
             return None
-        client = devices[0].client
-        return cls(client) if all(device.client is client for device in devices) else None
+        client = getattr(devices[0], "client", None)
+        if client is None or any(device.client is not client for device in devices):
+            return None
+        return cls(client)
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
         """Registers memory; returns what undoes it, once nothing is copied from there any more.

@@ -114,10 +114,10 @@ class Placement:
         """
         try:
             subtrees = self._prefix.flatten_up_to(batch)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError):
             structure = jax.tree_util.tree_structure(batch)
             raise ValueError(
-                f"Batch {number}: sharding={self._prefix} is not a prefix of the batch {structure} ({error}). "
+                f"Batch {number}: sharding={self._prefix} is not a prefix of the batch {structure}. "
                 "Pass one sharding for all leaves, or a tree with the batch's own keys; for several devices "
                 "NamedSharding(mesh, PartitionSpec('data'))."
             ) from None

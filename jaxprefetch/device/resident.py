@@ -89,10 +89,7 @@ def _zeros(layout: ResidentLayout) -> Any:
 @functools.lru_cache(maxsize=256)
 def _write(layout: ResidentLayout, n: int) -> Any:
     def jaxprefetch_write(arrays: list[jax.Array], rows: list[jax.Array], places: jax.Array) -> list[jax.Array]:
-        return [
-            array.at[places].set(new, mode="promise_in_bounds", unique_indices=True)
-            for array, new in zip(arrays, rows, strict=True)
-        ]
+        return [_replace(layout, array, new, places) for array, new in zip(arrays, rows, strict=True)]
 
     call = _local(layout, jaxprefetch_write, (layout.specs, layout.specs, spec_of(layout.axis)), layout.specs)
     return _compiled(
@@ -153,6 +150,17 @@ def _deal(layout: ResidentLayout, n: int) -> Any:
     call = _local(layout, jaxprefetch_deal, (layout.specs, spec_of(layout.axis), WHOLE), (layout.specs, WHOLE))
     order = layout.numbers(layout.slots)
     return _compiled(layout, jax.jit(call), layout.rows(layout.slots), order, layout.scalar(np.int32))
+
+
+def _replace(layout: ResidentLayout, array: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
+    def put(array: jax.Array, new: jax.Array) -> jax.Array:
+        return array.at[places].set(new, mode="promise_in_bounds", unique_indices=True)
+
+    # XLA's CPU client scatters by way of float32, where a NaN loses its payload (seen in jaxlib 0.10.2, not in 0.12).
+    if array.dtype != jnp.bfloat16 or any(d.platform != "cpu" for d in layout.axis.sharding.device_set):
+        return put(array, new)
+    as_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint16)
+    return jax.lax.bitcast_convert_type(put(as_bits(array), as_bits(new)), jnp.bfloat16)
 
 
 def _gather(arrays: list[jax.Array], places: jax.Array) -> list[jax.Array]:

@@ -17,6 +17,7 @@ from typing import Any
 from jaxprefetch.errors import add_note
 from jaxprefetch.host.resume import ResumableSource, Unknown
 from jaxprefetch.host.source import AFTER_END
+from jaxprefetch.host.states import check_state
 
 VERSION = 1
 
@@ -100,16 +101,24 @@ class Places:
         if self.begun:
             raise ValueError("set_state: reading has begun. Set the state of a newly made prefetcher.")
         if not isinstance(state, Mapping) or state.get("version") != VERSION:
-            raise ValueError(f"set_state: expected what get_state() of version {VERSION} gave, got {state!r:.200}.")
+            raise ValueError(
+                f"set_state: expected what get_state() of version {VERSION} gave, got {state!r:.200}. Begin anew "
+                "without it, or read it with the version that wrote it."
+            )
         self._source.check_resumable()
+        state = {"again": False, **state}
+        names = "version", "how", "rows", "source", "again"
+        number_of_pass, taken = check_state(state, "set_state", ("pass", "taken"), names)
+        if (rows := state["rows"]) is not None:
+            (rows,) = check_state({"rows": rows}, "set_state", ("rows",))
         if state["how"] != self._source.how:
             raise ValueError(
                 f"set_state: the state was taken by {state['how']!r}, and this source is resumed by "
                 f"{self._source.how!r}. Make it as it was made then, with the same `resume`."
             )
-        self._source.go_to(state["pass"], state["taken"], state["source"])
-        self._pass, self._taken, self.rows = state["pass"], state["taken"], state["rows"]
-        self.ahead = int(bool(state.get("again")))
+        self._source.go_to(number_of_pass, taken, state["source"])
+        self._pass, self._taken, self.rows = number_of_pass, taken, rows
+        self.ahead = int(state["again"] is True)
 
     def _state(self, number_of_pass: int, taken: int, rows: int | None, own: Any, *, again: int = 0) -> dict[str, Any]:
         if isinstance(own, Unknown):

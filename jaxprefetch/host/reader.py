@@ -63,10 +63,12 @@ class Reader(Shelf):
         self._told = 0, 0  # written by the consumer: batches issued and bytes landed
         self._wants_room = False  # written by the thread
         self._thread: threading.Thread | None = None  # made by start(): a thread refers to its reader
+        self.consumer: threading.Thread | None = None  # who called start() last, as each next() does
         self._runs: dict[str, threading.Thread] = {}  # "thread": the one that got to run; written with setdefault
 
     def start(self) -> None:
         """Starts the thread, once."""
+        self.consumer = threading.current_thread()
         if self._thread is None and not self._cancelled:
             thread = threading.Thread(target=self._run, name="jaxprefetch-reader", daemon=True)
             _live.add(self)
@@ -195,6 +197,15 @@ def _close_quietly(reader: Reader) -> None:
 
 _live: set[Reader] = set()  # readers whose thread runs; each takes itself out
 
-# A daemon thread that is inside JAX when the interpreter goes away would abort the process. Registered after JAX's own
-# handler, so called before it. Who reads the log of a process that ends well wants no warning about its threads.
-atexit.register(lambda: stop(list(_live), logging.INFO))
+
+@atexit.register
+def _stop_all() -> None:
+    """A daemon thread that is inside JAX when the interpreter goes away aborts the process.
+
+    So readers are stopped, which is the end of the pass for those that take batches; of these the daemons have a moment
+    to come to their own end. Registered after JAX's own handler, so called before it. Who reads the log of a process
+    that ends well wants no warning about its threads.
+    """
+    readers = list(_live)
+    stop(readers, logging.INFO)
+    _join({reader: reader.consumer for reader in readers}, CLOSE_SECONDS / 2)

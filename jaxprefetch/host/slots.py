@@ -9,6 +9,14 @@ Synopsis:
 
 A slot that is not freed but dropped is no leak: its memory is unregistered and unmapped when the last array in it goes,
 and JAX keeps the arrays that it copies from until it has done so.
+
+What has to hold, since a driver reads this memory behind Python's back (shown by tests/test_slots.py, test_pinning.py,
+test_safety.py; on a GPU by test_gpu_slots.py):
+
+1. A view lies within its slot, and two slots that are in use share no byte.
+2. A slot is used again only after `free()`, which counts once; who calls it knows that its arrays have landed.
+3. Memory stays registered and mapped as long as any view of it lives; then it is unregistered, once, and unmapped.
+4. An interrupt or an error at any place leaves nothing registered that nothing would unregister.
 """
 
 from __future__ import annotations
@@ -85,9 +93,15 @@ class Slot:
 
         Args:
             offset: bytes from the slot's start, a multiple of `ALIGNMENT`.
+
+        Raises:
+            IndexError: the slot is smaller.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        return self._block.memory[offset : offset + nbytes].view(dtype).reshape(tuple(shape))
+        memory = self._block.memory
+        if not 0 <= offset <= len(memory) - nbytes:
+            raise IndexError(f"slot of {len(memory)} bytes: no {nbytes} bytes from {offset} on")
+        return memory[offset : offset + nbytes].view(dtype).reshape(tuple(shape))
 
     def once(self, key: K, make: Callable[[K, Slot], T]) -> T:
         """What `make` gives for this memory: made once, as long as it is used with the same key."""

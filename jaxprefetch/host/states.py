@@ -11,13 +11,16 @@ from __future__ import annotations
 import base64
 import importlib
 import math
+import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 TAG = "__jaxprefetch__"
+MOST = (1 << 63) - 1
+"""A count that is larger is none."""
 
 
 def to_json(state: Any, where: str = "state") -> Any:
@@ -55,27 +58,103 @@ def to_json(state: Any, where: str = "state") -> Any:
     )
 
 
-def from_json(value: Any) -> Any:
-    """What `to_json` was given."""
+def from_json(value: Any, where: str = "state") -> Any:
+    """What `to_json` was given.
+
+    Raises:
+        ValueError: `to_json` gives nothing like it; says where.
+    """
     if isinstance(value, list):
-        return [from_json(item) for item in value]
+        return [from_json(item, f"{where}/{i}") for i, item in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
     if TAG not in value:
-        return {key: from_json(item) for key, item in value.items()}
-    kind, content = value[TAG], value["value"]
-    if kind == "float":
-        return float(content)
-    if kind == "dict":
-        return {from_json(key): from_json(item) for key, item in content}
-    if kind == "tuple":
-        return tuple(from_json(content))
-    if kind == "bytes":
-        return base64.b64decode(content)
-    if kind == "tensor":
-        return importlib.import_module("torch").from_numpy(from_json(content))
-    array = np.frombuffer(base64.b64decode(content), value["dtype"]).reshape(value["shape"]).copy()
-    return array if kind == "array" else array[()]
+        return {key: from_json(item, f"{where}/{key}") for key, item in value.items()}
+    try:
+        return _READ[value[TAG]](value, where)
+    except _Damaged:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise _Damaged(
+            f"The source's state is damaged at {where}: expected what was saved there, got {value!r:.200}. "
+            "Take an earlier one, or begin anew without it."
+        ) from error
+
+
+class _Damaged(ValueError):
+    """Says already where."""
+
+
+def _float(value: Mapping[str, Any], where: str) -> float:
+    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value["value"]]
+
+
+def _dict(value: Mapping[str, Any], where: str) -> dict[Any, Any]:
+    return {from_json(key, where): from_json(item, f"{where}/{key}") for key, item in value["value"]}
+
+
+def _tuple(value: Mapping[str, Any], where: str) -> tuple[Any, ...]:
+    if not isinstance(value["value"], list):
+        raise TypeError("no list")
+    return tuple(from_json(value["value"], where))
+
+
+def _bytes(value: Mapping[str, Any], where: str) -> bytes:
+    return base64.b64decode(value["value"], validate=True)
+
+
+def _array(value: Mapping[str, Any], where: str) -> np.ndarray:
+    dtype, shape = value["dtype"], tuple(map(operator.index, value["shape"]))
+    if not isinstance(dtype, str) or any(n < 0 for n in shape):
+        raise TypeError("no dtype and shape")
+    return np.frombuffer(_bytes(value, where), dtype).reshape(shape).copy()
+
+
+def _number(value: Mapping[str, Any], where: str) -> Any:
+    return _array(value, where)[()]
+
+
+def _tensor(value: Mapping[str, Any], where: str) -> Any:
+    return importlib.import_module("torch").from_numpy(from_json(value["value"], where))
+
+
+_READ = {
+    "float": _float,
+    "dict": _dict,
+    "tuple": _tuple,
+    "bytes": _bytes,
+    "array": _array,
+    "number": _number,
+    "tensor": _tensor,
+}
+
+
+def check_state(state: Any, what: str, counts: Sequence[str], others: Sequence[str] = ()) -> list[int]:
+    """The counts of a state that may come from a disk; it has these names and no more.
+
+    Raises:
+        ValueError: it is no such state; `what` is who says so.
+    """
+    names = (*counts, *others)
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        raise ValueError(
+            f"{what}: expected what get_state() gave, a dict of {', '.join(names)}; got {state!r:.200}. Take another "
+            "state, or begin anew without it."
+        )
+    return [_count(state[name], f"{what}: {name}") for name in counts]
+
+
+def _count(value: Any, what: str) -> int:
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MOST:
+        raise ValueError(
+            f"{what}: expected an integer from 0 to {MOST}, got {type(value).__name__} {value!r:.100}. The state is "
+            "damaged: take an earlier one, or begin anew without it."
+        )
+    return number
 
 
 def _text(data: bytes | bytearray) -> str:
