@@ -1,0 +1,82 @@
+"""Hypothesis's choices: which schedules, faults and programs there are.
+
+    @given(case=prefetchers())
+    @settings(max_examples=examples(1_400))       # of the 2,000 in CI; in the same proportion of 100,000 at night
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from driven_prefetcher import Case
+from hypothesis import strategies as st
+from scheduler import Choices
+
+NIGHT = os.environ.get("HYPOTHESIS_PROFILE") in ("full", "night")
+
+
+def examples(in_ci: int) -> int:
+    """How many schedules of a kind are run now."""
+    return in_ci * 50 if NIGHT else in_ci
+
+
+def choices() -> st.SearchStrategy[Choices]:
+    """Who goes on when: a few threads that are preempted, and turns while all others are blocked."""
+    pairs = st.tuples(st.integers(0, 300), st.integers(0, 4))
+    return st.builds(
+        Choices,
+        st.lists(pairs, max_size=6).map(tuple),
+        st.lists(st.integers(0, 3), max_size=24).map(tuple),
+    )
+
+
+def _legal(drawn: dict[str, Any]) -> Case:
+    """The case, without what cannot be together."""
+    case = dict(drawn)
+    if case["nested"]:
+        case |= {"on": "cpu", "delete_used": False, "capped": False, "source": "generator"}
+    if case["on"] == "cpu":
+        case |= {"copiers": False}
+        if case["device_fault"] in ("landing", "fence"):
+            case["device_fault"] = ""
+    if case["source"] == "writer" and case["fault"] in ("structure", "shape", "dtype"):
+        case["fault"] = ""
+    if case["device_fault"]:
+        case["passes"] = 1
+    if case["leaves"] == "drops":
+        case |= {"closers": (), "struck_at": 0, "rival": False}
+    if case["rival"]:
+        case |= {"passes": 1, "steps": tuple(step for step in case["steps"] if step in ("next", "keep", "sync"))}
+    return Case(**case)
+
+
+def prefetchers() -> st.SearchStrategy[Case]:
+    """Prefetchers, and all that happens to them."""
+    steps = st.sampled_from(["next", "sync", "keep", "forget", "delete", "donate", "elsewhere", "look", "iter"])
+    rarely = st.sampled_from([False, False, False, True])
+    return st.fixed_dictionaries(
+        {
+            "on": st.sampled_from(["landing", "fence", "cpu"]),
+            "size": st.integers(1, 3),
+            "host_size": st.integers(0, 3),
+            "delete_used": st.booleans(),
+            "capped": rarely,
+            "host_capped": rarely,
+            "copiers": rarely,
+            "source": st.sampled_from(["generator", "iterator", "closable", "loader", "writer"]),
+            "batches": st.integers(0, 6),
+            "fault": st.sampled_from(["", "", "raise", "garbage", "structure", "shape", "dtype", "block"]),
+            "at": st.integers(0, 5),
+            "device_fault": st.sampled_from(["", "", "", "put", "memory once", "memory", "landing", "fence"]),
+            "device_at": st.integers(0, 4),
+            "steps": st.lists(steps, max_size=5).map(tuple),
+            "leaves": st.sampled_from(["never", "never", "stops", "closes", "drops"]),
+            "passes": st.integers(1, 2),
+            "closers": st.one_of(st.just(()), st.lists(st.integers(0, 5), max_size=2).map(tuple)),
+            "struck_at": st.one_of(st.just(0), st.integers(0, 900)),
+            "rival": rarely,
+            "nested": rarely,
+            "choices": choices(),
+        }
+    ).map(_legal)
