@@ -144,6 +144,7 @@ class Source:
         if self._inside or (self._over and not self.closed):
             why = "two threads are in the source" if self._inside else "the source is called after its end"
             self._scheduler.fail(AssertionError(why))
+        self.opened = self.opened or 1
         self._inside, self._at = True, self._at + 1
         return self._at - 1
 
@@ -175,7 +176,6 @@ class Source:
 class _Iterator:
     def __init__(self, source: Source):
         self._source = source
-        source.begin()
 
     def __iter__(self) -> Any:
         return self
@@ -291,7 +291,10 @@ class Run:
         except StopIteration:
             self.outcome = "end"
         except Exception as error:
-            self.outcome = error
+            if self.case.rival and "another call of it runs" in str(error):
+                self.scheduler.wait(lambda: not batches._turn.locked())  # then again
+            else:
+                self.outcome = error
         else:
             self.delivered.append(number(batch))
             self.current = batch
@@ -299,18 +302,7 @@ class Run:
     def rival(self) -> None:
         """Another consumer."""
         while self.outcome is None:
-            try:
-                batch = next(self.batches)
-            except StopIteration:
-                self.outcome = "end"
-            except RuntimeError as error:
-                if "another call of it runs" not in str(error):
-                    self.outcome = error
-                self.scheduler.wait(lambda: False, 1.0)
-            except Exception as error:
-                self.outcome = error
-            else:
-                self.delivered.append(number(batch))
+            self.take(self.batches)
 
     def close_at(self, delivered: int) -> None:
         """A closer's thread."""
@@ -355,7 +347,7 @@ class Run:
         elif case.fault == "garbage" and case.at < case.batches:
             whole, ending = case.at, ValueError if case.source == "writer" else TypeError
         elif case.fault == "block" and case.at < case.batches:
-            whole, ending = case.at, None
+            whole, ending = (case.batches if self.ended_by_test else case.at), None
         else:
             whole, ending = case.batches, "end"
         if case.device_fault in ("put", "memory") and case.device_at < whole:
@@ -401,11 +393,15 @@ class Run:
         if self.case.source not in ("iterator", "loader"):
             assert self.source.closed == bool(self.source.opened), "the source was not closed"
 
-    def drop(self) -> None:
-        """The consumer goes."""
+    def forget_errors(self) -> None:
+        """Their tracebacks hold what the threads had in their hands."""
         for error in (self.outcome, self.source.error, self.device.error):
             if isinstance(error, Exception):
                 error.__traceback__ = None
+
+    def drop(self) -> None:
+        """The consumer goes."""
+        self.forget_errors()
         self.kept.clear()
         self.current = self.batches = self.outcome = None
         gc.collect()
@@ -452,10 +448,15 @@ def _drive(one: Run) -> None:
     for n, delivered in enumerate(case.closers):
         scheduler.spawn(f"closer {n}", lambda delivered=delivered: one.close_at(delivered))
     scheduler.wait(lambda: True, what="waits for the end", idle=True)
-    if not one.closed_early and not one.outcome and {"consumer", "rival"} & set(scheduler.left()):
+    if not (case.closers or case.struck_at or one.outcome) and {"consumer", "rival"} & set(scheduler.left()):
         one.check_stuck()
     one.ended_by_test = True
     if case.leaves == "drops":
+        if "consumer" in scheduler.left():
+            one.source.open = True
+            scheduler.wait(lambda: True, what="waits until it is dropped", idle=True)
+        one.forget_errors()
+        gc.collect()
         assert one.gone() is None, "somebody refers to the prefetcher"
     else:
         scheduler.spawn("last closer", lambda: (one.batches.close(), one.batches.close()))

@@ -37,6 +37,9 @@ from jaxprefetch.host import copying, inbox, pipeline, reader
 MOST_POINTS = 60_000
 """So many in one run: somebody runs in circles."""
 
+SLICE_POINTS = 2_000
+"""So many by one thread that never waits: then another goes on, as an operating system would have it."""
+
 POINT_NS = 100
 """What the virtual clock moves on at each point."""
 
@@ -80,6 +83,7 @@ class Scheduler:
 
     Args:
         choices: see the module.
+        spins: whether a thread may run for long without waiting for anything.
 
     Attributes:
         now: the virtual clock, in nanoseconds.
@@ -87,8 +91,10 @@ class Scheduler:
         strikes: by number of a point, what runs there in the middle of whatever thread has come to it, as finalisers do.
     """
 
-    def __init__(self, choices: Choices = Choices()):  # noqa: B008 -- it is frozen
+    def __init__(self, choices: Choices = Choices(), *, spins: bool = True):  # noqa: B008 -- it is frozen
         self.now = 0
+        self._spins = spins
+        self._running = self._slices = 0  # points since the last wait; slices that were used up
         self.points = 0
         self.moves: list[Callable[[], list[tuple[str, Callable[[], None]]]]] = []
         self.strikes: dict[int, Callable[[], None]] = {}
@@ -109,6 +115,7 @@ class Scheduler:
         global _current
         collects = gc.isenabled()
         gc.disable()  # it would run finalisers at places that nobody has chosen
+        gc.freeze()  # and collecting what is there already takes longer than a run
         with pytest.MonkeyPatch.context() as patch:
             for module, names in DRIVEN.items():
                 for name, value in names.items():
@@ -122,6 +129,7 @@ class Scheduler:
             finally:
                 self._end()
                 _current = None
+                gc.unfreeze()
                 if collects:
                     gc.enable()
 
@@ -164,6 +172,9 @@ class Scheduler:
         self.points += 1
         if self.points > MOST_POINTS:
             self.fail(Hang(f"{MOST_POINTS} points and no end: threads run in circles\n{self._stacks()}"))
+        self._running += 1
+        if self._running > SLICE_POINTS:
+            self._used_up(what)
         if self.strikes and (strike := self.strikes.pop(self.points, None)) is not None:
             self._note("is struck", what)
             strike()
@@ -209,16 +220,24 @@ class Scheduler:
             self._move(*moves[pick - len(actors)])
             return
         self._note("is preempted", what)
-        me.at = what
+        me.at = _place(what)  # not the frame, which would keep all that it refers to
         self._give_to(actors[pick] if pick < len(actors) else self._expire(timers[pick - len(actors) - len(moves)]))
+
+    def _used_up(self, what: Any) -> None:
+        if not self._spins:
+            self.fail(Hang(f"{self._me.name} runs in circles instead of waiting\n{self._stacks()}"))
+        self._running, self._slices = 0, self._slices + 1
+        self._preempted(self._slices, what)
 
     def _block(self) -> None:
         """This thread cannot go on: others do until it can."""
-        me = self._me
+        me, self._running = self._me, 0
+        self._note("ends" if me.done else "is blocked", "" if me.done else me.at)
         while True:
             actors = self._after(me, lambda actor: actor.can_run(), with_me=True)
             moves, timers = self._moves(), self._timers()
-            if not (options := len(actors) + len(moves) + len(timers)):
+            options = len(actors) + len(moves) + len(timers)
+            if not options:
                 idle = [actor for actor in self._actors if actor.idle and not actor.done]
                 if not idle:
                     self.fail(Hang(f"no thread can go on\n{self._stacks()}"))
@@ -228,7 +247,6 @@ class Scheduler:
             if len(actors) <= pick < len(actors) + len(moves):
                 self._move(*moves[pick - len(actors)])
                 continue
-            self._note("is blocked", me.at) if not me.done else self._note("ends", "")
             chosen = actors[pick] if pick < len(actors) else self._expire(timers[pick - len(actors) - len(moves)])
             self._give_to(chosen)
             return
@@ -591,5 +609,5 @@ DRIVEN: dict[Any, dict[str, Any]] = {
 }
 """Modules of the library, and what they get."""
 
-_FILES = {module.__file__ for module in (reader, pipeline, inbox, turn, prefetcher, queue)}
+_FILES = {module.__file__ for module in (reader, pipeline, inbox, turn, prefetcher, queue, feed)}
 """Whose every line is a point: what threads share without a lock is there."""
