@@ -389,9 +389,9 @@ class Run:
         if not self.case.delete_used and self.case.device_fault != "landing":
             for batch in self.kept:
                 check_value(batch, number(batch))
-        assert self.source.closed <= 1, "the source was closed twice"
-        if self.case.source not in ("iterator", "loader"):
-            assert self.source.closed == bool(self.source.opened), "the source was not closed"
+        if self.case.source != "iterator":
+            opened, closed = self.source.opened, self.source.closed
+            assert closed == opened, f"the source was opened {opened} times and closed {closed} times"
 
     def forget_errors(self) -> None:
         """Their tracebacks hold what the threads had in their hands."""
@@ -402,6 +402,7 @@ class Run:
     def drop(self) -> None:
         """The consumer goes."""
         self.forget_errors()
+        self.scheduler.strikes.clear()
         self.kept.clear()
         self.current = self.batches = self.outcome = None
         gc.collect()
@@ -460,7 +461,7 @@ def _drive(one: Run) -> None:
         assert one.gone() is None, "somebody refers to the prefetcher"
     else:
         scheduler.spawn("last closer", lambda: (one.batches.close(), one.batches.close()))
-        scheduler.wait(lambda: True, what="waits until it is closed", idle=True)
+    scheduler.wait(lambda: True, what="waits until it is closed", idle=True)
     if not one.source.open:
         left = set(scheduler.left()) - ({"jaxprefetch-reader"} if case.host_size else {"consumer", "rival"})
         assert not left or one.source.stuck, f"{left} do not end, though the source does not hold them"

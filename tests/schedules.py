@@ -35,7 +35,7 @@ def _legal(drawn: dict[str, Any]) -> Case:
     """The case, without what cannot be together."""
     case = dict(drawn)
     if case["nested"]:
-        case |= {"on": "cpu", "delete_used": False, "capped": False, "source": "generator"}
+        case |= {"on": "cpu", "delete_used": False, "capped": False, "source": "generator", "device_fault": ""}
     if case["on"] == "cpu":
         case |= {"copiers": False}
         if case["device_fault"] in ("landing", "fence"):

@@ -116,13 +116,14 @@ class Device:
     ):
         self.scheduler = scheduler
         self.error: Exception = RuntimeError(f"the {fault} has failed")
-        if fault.startswith("memory"):
-            self.error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        if fault == "memory":
+            self.error = _no_memory()
         self.pinned = 0  # pieces of host memory that are registered
         self.kept: Callable[[], int] = lambda: 0
         self._fault, self._at = fault, at
         self._bound, self._max_bytes, self._copiers = bound, max_bytes, copiers
-        self._puts = self._fences = self._failed = 0
+        self._puts = self._fences = 0
+        self._failed = False
         self._copies: deque[_Copy] = deque()
         self._open: deque[Fence] = deque()
         self._batches: dict[int, list[weakref.ref[Late]]] = {}
@@ -187,9 +188,11 @@ class Device:
         def putting(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
             number = self._puts
             self.scheduler.point("put")
-            if number == self._at and (self._fault in ("put", "memory") or (self._fault == "memory once" and not self._failed)):
-                self._failed += 1
+            if number == self._at and self._fault in ("put", "memory"):
                 raise self.error
+            if number == self._at and self._fault == "memory once" and not self._failed:
+                self._failed = True
+                raise _no_memory()  # a new one: whoever keeps an error keeps what its traceback has seen
             self._puts += 1
             if real:
                 return put(plan, leaves)
@@ -237,6 +240,10 @@ class Device:
             self.pinned -= 1
 
         return unregister
+
+
+def _no_memory() -> Exception:
+    return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
 
 def _alive(ref: weakref.ref[Late]) -> bool:
