@@ -473,12 +473,16 @@ class RLock:
         self.release()
 
 
+class _Told:
+    so = False
+
+
 class Condition:
     """As `threading.Condition`."""
 
     def __init__(self, lock: RLock | None = None):
         self._lock = lock or RLock()
-        self._waiters: deque[list[bool]] = deque()
+        self._waiters: deque[_Told] = deque()
         self.acquire, self.release = self._lock.acquire, self._lock.release
 
     def __enter__(self) -> bool:
@@ -489,13 +493,13 @@ class Condition:
 
     def wait(self, timeout: float | None = None) -> bool:
         self._check()
-        told = [False]
+        told = _Told()
         self._waiters.append(told)
         count = self._lock.let_go()
         try:
-            return _wait(lambda: told[0], timeout, "wait of a condition")
+            return _wait(lambda: told.so, timeout, "wait of a condition")
         finally:
-            if not told[0]:
+            if not told.so:
                 with contextlib.suppress(ValueError):
                     self._waiters.remove(told)
             self._lock.take_back(count)
@@ -512,7 +516,7 @@ class Condition:
     def notify(self, n: int = 1) -> None:
         self._check()
         for _ in range(min(n, len(self._waiters))):
-            self._waiters.popleft()[0] = True
+            self._waiters.popleft().so = True
 
     def notify_all(self) -> None:
         self.notify(len(self._waiters))

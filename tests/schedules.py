@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from driven_prefetcher import Case
+from driven_queue import QueueCase
 from hypothesis import strategies as st
 from scheduler import Choices
 
@@ -80,3 +81,38 @@ def prefetchers() -> st.SearchStrategy[Case]:
             "choices": choices(),
         }
     ).map(_legal)
+
+
+def queues() -> st.SearchStrategy[QueueCase]:
+    """Queues, and all that happens to them."""
+    puts = st.lists(st.sampled_from(["wait", "wait", "wait", "try", "patient", "no array", "other shape"]), max_size=4)
+    gets = st.lists(st.sampled_from(["wait", "try", "patient", "keep", "delete"]), max_size=4)
+    closers = st.tuples(st.sampled_from(["close", "close", "clear", "exit"]), st.integers(0, 4))
+    rarely = st.sampled_from([False, False, False, True])
+
+    def legal(drawn: dict[str, Any]) -> QueueCase:
+        case = dict(drawn)
+        if case["on"] == "cpu":
+            case["copiers"] = False
+            if case["device_fault"] in ("landing", "fence"):
+                case["device_fault"] = ""
+        else:
+            case["capped"] = False  # the queue knows JAX's arrays only
+        return QueueCase(**case)
+
+    return st.fixed_dictionaries(
+        {
+            "on": st.sampled_from(["landing", "fence", "cpu"]),
+            "size": st.integers(1, 3),
+            "capped": rarely,
+            "copiers": rarely,
+            "device_fault": st.sampled_from(["", "", "", "", "put", "memory once", "memory", "landing", "fence"]),
+            "device_at": st.integers(0, 4),
+            "producers": st.lists(puts.map(tuple), min_size=1, max_size=3).map(tuple),
+            "consumers": st.lists(gets.map(tuple), min_size=1, max_size=2).map(tuple),
+            "to_the_end": st.booleans(),
+            "closers": st.one_of(st.just(()), st.lists(closers, max_size=2).map(tuple)),
+            "struck_at": st.one_of(st.just(0), st.integers(0, 700)),
+            "choices": choices(),
+        }
+    ).map(legal)
