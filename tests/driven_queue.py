@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import pytest
-from driven_prefetcher import check_value, logged_errors, number
+from driven_prefetcher import check_value, logged, number
 from scheduler import Choices, Scheduler
 from simulated import Device, Fault
 
@@ -98,6 +98,7 @@ class Run:
             else:
                 assert put != "no array"
                 self.accepted[producer].append(number)
+                assert len(self.queue) <= self.case.size, f"{len(self.queue)} batches in a queue of {self.case.size}"
             buffer[:] = -1
 
     def _put(self, put: Put, buffer: np.ndarray) -> None:
@@ -204,7 +205,7 @@ class Run:
 
     def drop(self) -> None:
         """Everybody goes."""
-        self.device.error.__traceback__ = None
+        self.device.error = None
         self.scheduler.strikes.clear()
         self.kept.clear()
         self.held.clear()
@@ -216,7 +217,7 @@ def run(case: QueueCase) -> Scheduler:
     """Runs it, and checks what has to hold."""
     prepare_fence(jax.devices()[:1])
     before = len(jax.live_arrays())
-    with logged_errors() as errors, Scheduler(case.choices).installed() as scheduler:
+    with logged() as messages, Scheduler(case.choices).installed() as scheduler:
         device = Device(
             scheduler,
             fault=case.device_fault,
@@ -233,8 +234,9 @@ def run(case: QueueCase) -> Scheduler:
             scheduler.wait(lambda: True, idle=True)
             assert not scheduler.left(), f"threads are left: {scheduler.left()}"
             device.check_empty()
+            assert not device.pinned, f"{device.pinned} slots are still registered"
             assert len(jax.live_arrays()) == before, f"{len(jax.live_arrays()) - before} arrays are left"
-    assert not errors, errors
+    assert not any("failed" in message for message in messages), messages
     return scheduler
 
 

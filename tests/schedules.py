@@ -48,7 +48,7 @@ def _legal(drawn: dict[str, Any]) -> Case:
     if case["leaves"] == "drops":
         case |= {"closers": (), "struck_at": 0, "rival": False}
     if case["rival"]:
-        case |= {"passes": 1, "steps": tuple(step for step in case["steps"] if step in ("next", "keep", "sync"))}
+        case |= {"passes": 1, "steps": tuple(step for step in case["steps"] if step in ("next", "keep", "look"))}
     return Case(**case)
 
 
