@@ -24,8 +24,8 @@ from simulated import Device, Fault, Late
 
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.device.completion import prepare_fence
+from jaxprefetch.device.window import Window
 from jaxprefetch.host import reader
-from jaxprefetch.host.pipeline import End
 
 ROWS, MORE_ROWS = 4, 6
 LEAF_BYTES = 4 * MORE_ROWS
@@ -58,6 +58,7 @@ class Case:
     capped: bool = False
     host_capped: bool = False
     copiers: bool = False
+    slow_copies: bool = False
     source: SourceKind = "generator"
     batches: int = 4
     fault: SourceFault = ""
@@ -250,7 +251,7 @@ class Run:
     def __init__(self, case: Case, scheduler: Scheduler, device: Device, messages: list[str]):
         self.case, self.scheduler, self.device, self.messages = case, scheduler, device, messages
         self.source = Source(scheduler, case, device)
-        self.ended_by_test = False
+        self.ended_by_test = self.ended_itself = False
         self.delivered: list[int] = []
         self.kept: list[Any] = []
         self.current: Any = None
@@ -295,7 +296,6 @@ class Run:
 
     def take(self, batches: Any) -> None:
         """Takes one batch."""
-        due = self._due(batches)
         try:
             batch = next(batches)
         except StopIteration:
@@ -308,15 +308,6 @@ class Run:
         else:
             self.delivered.append(number(batch))
             self.current = batch
-            assert self.device.puts >= due, f"{self.device.puts} batches were put when {due} were due"
-
-    def _due(self, batches: Any) -> int:
-        """How many batches have to be put when the next one is handed out: all that are staged now, `size` at most."""
-        case, held = self.case, {"delete", "donate", "keep"} & {*self.case.steps}
-        if case.on != "landing" or case.capped or case.shared or case.device_fault or held or not batches._readers:
-            return 0
-        staged = sum(not isinstance(item, End) for item in [*batches._readers[0].items.values()])
-        return min(len(self.delivered) + case.size, self.device.puts + staged)
 
     def rival(self) -> None:
         """Another consumer."""
@@ -394,9 +385,9 @@ class Run:
         if isinstance(self.outcome, Exception):
             right = self.outcome is ending or (isinstance(ending, type) and isinstance(self.outcome, ending))
             assert right or (loose and self.outcome is self.device.error), f"{self.outcome!r} instead of {ending!r}"
-        elif not self.closed_early and not self.ended_by_test:
+        elif not self.closed_early and self.ended_itself:
             assert ending == "end", f"an end instead of {ending!r}"
-        complete = self.closed_early or self.ended_by_test or (loose and self.outcome is self.device.error)
+        complete = self.closed_early or not self.ended_itself or (loose and self.outcome is self.device.error)
         assert complete or self.delivered == whole, f"delivered {self.delivered}, expected {whole}"
 
     def check_stuck(self) -> None:
@@ -441,8 +432,9 @@ def run(case: Case) -> Scheduler:
             bound=bound,
             max_bytes=case.max_bytes if bound else None,
             copiers=case.copiers,
+            slow_copies=case.slow_copies,
         )
-        with device.installed(None if case.on == "cpu" else case.on):
+        with device.installed(None if case.on == "cpu" else case.on), _lead_is_kept(scheduler):
             one = Run(case, scheduler, device, messages)
             _drive(one)
             if case.leaves != "drops":
@@ -464,6 +456,21 @@ def run(case: Case) -> Scheduler:
     return scheduler
 
 
+@contextlib.contextmanager
+def _lead_is_kept(scheduler: Scheduler) -> Iterator[None]:
+    """No batch is handed out while the one after it is staged and could be put."""
+    hand_out = Window.hand_out
+
+    def handing_out(window: Window) -> int:
+        if window.staged and not window.refused and window.issued < window.taken + window.size and window._fits():
+            scheduler.fail(AssertionError(f"batch {window.taken} is handed out before the next, which is staged, is put"))
+        return hand_out(window)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Window, "hand_out", handing_out)
+        yield
+
+
 def _drive(one: Run) -> None:
     case, scheduler = one.case, one.scheduler
     if case.shared:
@@ -478,7 +485,7 @@ def _drive(one: Run) -> None:
     scheduler.wait(lambda: True, what="waits for the end", idle=True)
     if not (case.closers or case.struck_at or one.outcome) and {"consumer", "rival"} & set(scheduler.left()):
         one.check_stuck()
-    one.ended_by_test = True
+    one.ended_by_test, one.ended_itself = True, one.outcome is not None
     if case.leaves == "drops":
         if "consumer" in scheduler.left():
             one.source.open = True

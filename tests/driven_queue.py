@@ -51,6 +51,7 @@ class QueueCase:
     size: int = 2
     capped: bool = False
     copiers: bool = False
+    slow_copies: bool = False
     device_fault: Fault = ""
     device_at: int = 0
     producers: tuple[tuple[Put, ...], ...] = (("wait", "wait"),)
@@ -224,6 +225,7 @@ def run(case: QueueCase) -> Scheduler:
             at=case.device_at,
             bound=case.size + max(len(case.consumers), 1),
             copiers=case.copiers,
+            slow_copies=case.slow_copies,
         )
         with device.installed(None if case.on == "cpu" else case.on):
             one = Run(case, scheduler, device)

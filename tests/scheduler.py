@@ -11,13 +11,15 @@ another thread may go on. Time is virtual: that a wait runs out is one more choi
 device does by itself (`moves`) is a choice, too. The same choices give the same run.
 
 Choices are `Choices(preempt, turns)`. `preempt` has pairs (points to let pass, which other one then goes on); `turns`
-says who goes on when the running thread is blocked. Where they end, threads run until they block, and in turn.
+says who goes on when the running thread is blocked. Where they end, threads run until they block, and in turn; with
+`rate`, dice that were thrown once for all (`seed`) go on choosing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import sys
 import threading
 import traceback
@@ -50,6 +52,8 @@ class Choices:
 
     preempt: tuple[tuple[int, int], ...] = ()
     turns: tuple[int, ...] = ()
+    rate: float = 0.0  # how many of the points are chosen after these
+    seed: int = 0
 
 
 class Hang(AssertionError):
@@ -100,7 +104,9 @@ class Scheduler:
         self.strikes: dict[int, Callable[[], None]] = {}
         self._preempt = iter(choices.preempt)
         self._turns = iter(choices.turns)
-        self._gap, self._pick = next(self._preempt, (-1, 0))
+        self._dice = random.Random(choices.seed)
+        self._rate = choices.rate
+        self._gap, self._pick = self._next_preemption()
         self._main = self._me = _Actor("test")
         self._actors = [self._main]
         self._failure: BaseException | None = None
@@ -180,7 +186,7 @@ class Scheduler:
             strike()
         if self._gap == 0:
             pick = self._pick
-            self._gap, self._pick = next(self._preempt, (-1, 0))
+            self._gap, self._pick = self._next_preemption()
             self._preempted(pick, what)
         elif self._gap > 0:
             self._gap -= 1
@@ -189,6 +195,7 @@ class Scheduler:
         """Ends the run with this error, whatever thread has found it."""
         self._failure = self._failure or error
         self._give_to(self._main)
+        raise _Killed
 
     def note(self, what: str) -> None:
         """A line for the trace."""
@@ -208,6 +215,14 @@ class Scheduler:
         return list(self._log)
 
     # ---- who goes on
+
+    def _next_preemption(self) -> tuple[int, int]:
+        """(points to let pass, which other one then goes on); (-1, 0): never again."""
+        if (chosen := next(self._preempt, None)) is not None:
+            return chosen
+        if not self._rate:
+            return -1, 0
+        return int(self._dice.expovariate(self._rate)), self._dice.randrange(8)
 
     def _preempted(self, pick: int, what: Any) -> None:
         me = self._me
@@ -243,7 +258,7 @@ class Scheduler:
                     self.fail(Hang(f"no thread can go on\n{self._stacks()}"))
                 self._give_to(idle[0])
                 return
-            pick = next(self._turns, 0) % options
+            pick = next(self._turns, self._dice.randrange(options) if self._rate else 0) % options
             if len(actors) <= pick < len(actors) + len(moves):
                 self._move(*moves[pick - len(actors)])
                 continue
@@ -318,7 +333,8 @@ class Scheduler:
         if self._over or self._failure is not None:
             self._give_to(self._main)
         else:
-            self._block()
+            with contextlib.suppress(_Killed):
+                self._block()
 
     def _end(self) -> None:
         """Ends threads that are left, one after another, and the run."""
@@ -333,7 +349,7 @@ class Scheduler:
         self._me = self._main
 
     def _trace(self, frame: Any, event: str, arg: Any) -> Any:
-        return self._line if frame.f_code.co_filename in _FILES else None
+        return self._line if frame.f_code.co_filename in FILES else None
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
         if event == "line":
@@ -613,5 +629,5 @@ DRIVEN: dict[Any, dict[str, Any]] = {
 }
 """Modules of the library, and what they get."""
 
-_FILES = {module.__file__ for module in (reader, pipeline, inbox, turn, prefetcher, queue, feed)}
+FILES = {module.__file__ for module in (reader, pipeline, inbox, turn, prefetcher, queue, feed)}
 """Whose every line is a point: what threads share without a lock is there."""

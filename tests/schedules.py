@@ -22,13 +22,15 @@ def examples(in_ci: int) -> int:
     return in_ci * 50 if NIGHT else in_ci
 
 
-def choices() -> st.SearchStrategy[Choices]:
-    """Who goes on when: a few threads that are preempted, and turns while all others are blocked."""
-    pairs = st.tuples(st.integers(0, 300), st.integers(0, 4))
+def choices(most: int) -> st.SearchStrategy[Choices]:
+    """Who goes on when: threads preempted after so many points at most, turns when one is blocked, and dice after that."""
+    pairs = st.tuples(st.integers(0, most), st.integers(0, 4))
     return st.builds(
         Choices,
-        st.lists(pairs, max_size=6).map(tuple),
+        st.lists(pairs, max_size=8).map(tuple),
         st.lists(st.integers(0, 3), max_size=24).map(tuple),
+        st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.3]),
+        st.integers(0, 9_999),
     )
 
 
@@ -48,7 +50,7 @@ def _legal(drawn: dict[str, Any]) -> Case:
     if case["leaves"] == "drops":
         case |= {"closers": (), "struck_at": 0, "rival": False}
     if case["rival"]:
-        case |= {"passes": 1, "steps": tuple(step for step in case["steps"] if step in ("next", "keep", "look"))}
+        case |= {"passes": 1, "delete_used": False, "steps": tuple(step for step in case["steps"] if step in ("next", "keep", "look"))}
     return Case(**case)
 
 
@@ -65,6 +67,7 @@ def prefetchers() -> st.SearchStrategy[Case]:
             "capped": rarely,
             "host_capped": rarely,
             "copiers": rarely,
+            "slow_copies": st.booleans(),
             "source": st.sampled_from(["generator", "iterator", "closable", "loader", "writer"]),
             "batches": st.integers(0, 6),
             "fault": st.sampled_from(["", "", "raise", "garbage", "structure", "shape", "dtype", "block"]),
@@ -78,7 +81,7 @@ def prefetchers() -> st.SearchStrategy[Case]:
             "struck_at": st.one_of(st.just(0), st.integers(0, 900)),
             "rival": rarely,
             "nested": rarely,
-            "choices": choices(),
+            "choices": choices(200),
         }
     ).map(_legal)
 
@@ -105,7 +108,8 @@ def queues() -> st.SearchStrategy[QueueCase]:
             "on": st.sampled_from(["landing", "fence", "cpu"]),
             "size": st.integers(1, 3),
             "capped": rarely,
-            "copiers": rarely,
+            "copiers": st.booleans(),
+            "slow_copies": st.booleans(),
             "device_fault": st.sampled_from(["", "", "", "", "put", "memory once", "memory", "landing", "fence"]),
             "device_at": st.integers(0, 4),
             "producers": st.lists(puts.map(tuple), min_size=1, max_size=3).map(tuple),
@@ -113,6 +117,6 @@ def queues() -> st.SearchStrategy[QueueCase]:
             "to_the_end": st.booleans(),
             "closers": st.one_of(st.just(()), st.lists(closers, max_size=2).map(tuple)),
             "struck_at": st.one_of(st.just(0), st.integers(0, 700)),
-            "choices": choices(),
+            "choices": choices(80),
         }
     ).map(legal)

@@ -102,6 +102,7 @@ class Device:
         bound: the most batches there may be on it, those in `kept` not counted; None: does not matter.
         max_bytes: the most bytes of these.
         copiers: slots are written by several threads.
+        slow_copies: where nobody chooses, a step ends before a copy lands.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Device:
         bound: int | None = None,
         max_bytes: int | None = None,
         copiers: bool = False,
+        slow_copies: bool = False,
     ):
         self.scheduler = scheduler
         self.error: Exception | None = RuntimeError(f"the {fault} has failed")
@@ -121,7 +123,8 @@ class Device:
         self.pinned = 0  # pieces of host memory that are registered
         self.kept: Callable[[], int] = lambda: 0
         self._fault, self._at = fault, at
-        self._bound, self._max_bytes, self._copiers = bound, max_bytes, copiers
+        self._bound, self._max_bytes = bound, max_bytes
+        self._copiers, self._slow_copies = copiers, slow_copies
         self.puts = self._fences = 0
         self._failed = False
         self._copies: deque[_Copy] = deque()
@@ -169,7 +172,7 @@ class Device:
             moves.append((f"batch {self._copies[0].number} lands", self._land))
         if self._open:
             moves.append(("a fence is done", self._done))
-        return moves
+        return moves[::-1] if self._slow_copies else moves
 
     def _land(self) -> None:
         copy = self._copies.popleft()
