@@ -14,12 +14,15 @@ from driven_queue import QueueCase
 from hypothesis import strategies as st
 from scheduler import Choices
 
+IN_CI, AT_NIGHT = 2_000, 100_000
+"""Schedules altogether."""
+
 NIGHT = os.environ.get("HYPOTHESIS_PROFILE") in ("full", "night")
 
 
 def examples(in_ci: int) -> int:
     """How many schedules of a kind are run now."""
-    return in_ci * 50 if NIGHT else in_ci
+    return in_ci * AT_NIGHT // IN_CI if NIGHT else in_ci
 
 
 def choices(most: int) -> st.SearchStrategy[Choices]:
