@@ -70,8 +70,8 @@ class DevicePrefetcher(Generic[T]):
         self._undelivered: Any = _NOTHING  # handed out by the feed, and kept from the loop by a Ctrl-C
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Its thread stops by itself. No weakref.finalize: it would refer to the reader, that to the source's error, this
-        # to the frames that have seen it, and they to the prefetcher, which would stay for ever.
+        # Its thread stops by itself. No weakref.finalize, which would refer to the reader: that refers to the source's
+        # error, this to the frames that have seen it, and they to the prefetcher, which would stay for ever.
         if not ending():
             self._cancel()
 

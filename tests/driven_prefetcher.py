@@ -13,7 +13,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -72,7 +72,7 @@ class Case:
     struck_at: int = 0
     rival: bool = False
     nested: bool = False
-    choices: Choices = Choices()
+    choices: Choices = field(default_factory=Choices)
 
     @property
     def max_bytes(self) -> int | None:
@@ -219,7 +219,8 @@ class _Loader:
 def number(batch: Any) -> int:
     """Which one it is, by its values; does not wait for the simulated device."""
     leaves = jax.tree_util.tree_leaves(batch)
-    values = np.unique(np.concatenate([leaf.promised if isinstance(leaf, Late) else np.asarray(leaf) for leaf in leaves]))
+    arrays = [leaf.promised if isinstance(leaf, Late) else np.asarray(leaf) for leaf in leaves]
+    values = np.unique(np.concatenate(arrays))
     assert len(values) == 1, f"a batch of {values}"
     return int(values[0])
 
@@ -325,7 +326,9 @@ class Run:
         self.batches.close()
         left = self.scheduler.left()
         stopped = "jaxprefetch-reader" not in left or any("is left behind" in message for message in self.messages)
-        assert stopped or self.case.nested, "close() has returned, the thread still runs, and nobody was told"
+        assert stopped or self.case.nested or self.case.shared, (
+            "close() has returned, the thread still runs, and nobody was told"
+        )
         self.batches.close()
 
     @property
@@ -411,7 +414,7 @@ class Run:
                 check_value(batch, number(batch))
         if self.case.source != "iterator":
             opened, closed = self.source.opened, self.source.closed
-            assert closed == opened or (closed, opened) == (1, 0), f"the source was opened {opened} times and closed {closed} times"
+            assert closed == opened or (closed, opened) == (1, 0), f"opened {opened} times, closed {closed} times"
 
     def forget(self) -> None:
         """Whatever refers to what the threads had in their hands, as tracebacks do."""
@@ -421,12 +424,12 @@ class Run:
         gc.collect()
 
 
-def run(case: Case) -> Scheduler:
-    """Runs it, and checks what has to hold."""
+def run(case: Case, *, spins: bool = True) -> Scheduler:
+    """Runs it, and checks what has to hold; `spins`: threads may run in circles for a while."""
     prepare_fence(jax.devices()[:1])
     before = len(jax.live_arrays())
     bound = None if case.rival else case.size + (not case.delete_used)
-    with logged() as messages, Scheduler(case.choices).installed() as scheduler:
+    with logged() as messages, Scheduler(case.choices, spins=spins).installed() as scheduler:
         device = Device(
             scheduler,
             fault=case.device_fault,
@@ -465,7 +468,7 @@ def _lead_is_kept(scheduler: Scheduler) -> Iterator[None]:
 
     def handing_out(window: Window) -> int:
         if window.staged and not window.refused and window.issued < window.taken + window.size and window._fits():
-            scheduler.fail(AssertionError(f"batch {window.taken} is handed out before the next, which is staged, is put"))
+            scheduler.fail(AssertionError(f"batch {window.taken} is handed out, and the next is staged and not put"))
         return hand_out(window)
 
     with pytest.MonkeyPatch.context() as patch:

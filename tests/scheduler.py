@@ -92,10 +92,10 @@ class Scheduler:
     Attributes:
         now: the virtual clock, in nanoseconds.
         moves: functions that give what a device could do now by itself: pairs (what, function).
-        strikes: by number of a point, what runs there in the middle of whatever thread has come to it, as finalisers do.
+        strikes: by number of a point, what runs there, on whatever thread has come to it, as finalisers do.
     """
 
-    def __init__(self, choices: Choices = Choices(), *, spins: bool = True):  # noqa: B008 -- it is frozen
+    def __init__(self, choices: Choices = Choices(), *, spins: bool = True):
         self.now = 0
         self._spins = spins
         self._running = self._slices = 0  # points since the last wait; slices that were used up

@@ -1,7 +1,7 @@
 """Hypothesis's choices: which schedules, faults and programs there are.
 
-    @given(case=prefetchers())
-    @settings(max_examples=examples(1_400))       # of the 2,000 in CI; in the same proportion of 100,000 at night
+@given(case=prefetchers())
+@settings(max_examples=examples(1_400))       # of the 2,000 in CI; in the same proportion of 100,000 at night
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scheduler import Choices
 IN_CI, AT_NIGHT = 2_000, 100_000
 """Schedules altogether."""
 
-NIGHT = os.environ.get("HYPOTHESIS_PROFILE") in ("full", "night")
+NIGHT = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 
 
 def examples(in_ci: int) -> int:
@@ -26,7 +26,7 @@ def examples(in_ci: int) -> int:
 
 
 def choices(most: int) -> st.SearchStrategy[Choices]:
-    """Who goes on when: threads preempted after so many points at most, turns when one is blocked, and dice after that."""
+    """Who goes on when: threads preempted after so many points at most, turns when one is blocked, then dice."""
     pairs = st.tuples(st.integers(0, most), st.integers(0, 4))
     return st.builds(
         Choices,
@@ -53,7 +53,8 @@ def _legal(drawn: dict[str, Any]) -> Case:
     if case["leaves"] == "drops":
         case |= {"closers": (), "struck_at": 0, "rival": False}
     if case["rival"]:
-        case |= {"passes": 1, "delete_used": False, "steps": tuple(step for step in case["steps"] if step in ("next", "keep", "look"))}
+        steps = tuple(step for step in case["steps"] if step in ("next", "keep", "look"))
+        case |= {"passes": 1, "delete_used": False, "steps": steps}
     return Case(**case)
 
 

@@ -135,7 +135,7 @@ class Device:
 
     @contextlib.contextmanager
     def installed(self, released_by: Literal["landing", "fence"] | None) -> Iterator[None]:
-        """Prefetchers and queues made inside put on this device; None: on the CPU that there is, whose puts may fail."""
+        """Prefetchers and queues made inside put on this device; None: on the CPU, where puts may fail."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Plan, "put", self._putting(Plan.put, real=released_by is None))
             if released_by is not None:

@@ -1,4 +1,4 @@
-"""The schedules bite: versions of the engine that are broken on purpose are each caught within the number that CI runs."""
+"""The schedules bite: versions of the engine that are broken on purpose are caught within the number that CI runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 import scheduler
 import schedules
 from hypothesis import Phase, given, settings
-from scheduler import Scheduler
 
 from jaxprefetch.device import feed
 from jaxprefetch.device.actions import Action, Do
