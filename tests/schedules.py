@@ -81,8 +81,8 @@ def prefetchers() -> st.SearchStrategy[Case]:
             "steps": st.lists(steps, max_size=5).map(tuple),
             "leaves": st.sampled_from(["never", "never", "stops", "closes", "drops"]),
             "passes": st.integers(1, 2),
-            "closers": st.one_of(st.just(()), st.lists(st.integers(0, 5), max_size=2).map(tuple)),
-            "struck_at": st.one_of(st.just(0), st.integers(0, 900)),
+            "closers": st.one_of(st.just(()), st.just(()), st.lists(st.integers(0, 5), max_size=2).map(tuple)),
+            "struck_at": st.one_of(st.just(0), st.just(0), st.just(0), st.integers(0, 900)),
             "rival": rarely,
             "nested": rarely,
             "choices": choices(200),
@@ -120,7 +120,7 @@ def queues() -> st.SearchStrategy[QueueCase]:
             "consumers": st.lists(gets.map(tuple), min_size=1, max_size=2).map(tuple),
             "to_the_end": st.booleans(),
             "closers": st.one_of(st.just(()), st.lists(closers, max_size=2).map(tuple)),
-            "struck_at": st.one_of(st.just(0), st.integers(0, 700)),
+            "struck_at": st.one_of(st.just(0), st.just(0), st.integers(0, 700)),
             "choices": choices(80),
         }
     ).map(legal)

@@ -69,19 +69,6 @@ def rings_before_it_looks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reader, "wait", wait)
 
 
-def room_is_told_to_nobody(patch: pytest.MonkeyPatch) -> None:
-    """A wake-up is lost: the reader is not told of room that came while it was about to wait."""
-
-    def take_room(reader: Any) -> None:
-        if reader._told == (reader._issued, reader._landed) and not reader._cancelled:
-            reader._wants_room = True
-            reader._room.get()
-        reader._wants_room = False
-        reader._issued, reader._landed = reader._told
-
-    patch.setattr(Reader, "_take_room", take_room)
-
-
 def close_misses_the_consumer(patch: pytest.MonkeyPatch) -> None:
     """`close()` wakes the reader, not the thread that waits in `next()`."""
 
@@ -165,24 +152,6 @@ def slot_is_free_when_it_is_put(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sending, "add", add)
 
 
-def fence_proves_a_landing(patch: pytest.MonkeyPatch) -> None:
-    """That a step is over is taken for the landing of a batch that the consumer has deleted."""
-    done = Window.fence_done
-
-    def fence_done(window: Any, number: int) -> None:
-        for other, batch in window._flight.batches.items():
-            batch.landed = batch.landed or other <= number
-        done(window, number)
-
-    def seen(own: Any, number: int) -> None:
-        own.window.fence_done(number)
-        own._fences.forget(number)
-        own._sending.free(own.window.has_landed)
-
-    patch.setattr(Window, "fence_done", fence_done)
-    patch.setattr(Feed, "_fence_done", seen)
-
-
 def more_batches_than_allowed(patch: pytest.MonkeyPatch) -> None:
     """One batch more than the bound is put."""
     begin = Window.__init__
@@ -257,8 +226,8 @@ def registry_keeps_the_reader(patch: pytest.MonkeyPatch) -> None:
 # ---- the queue
 
 
-def leave_wakes_one(patch: pytest.MonkeyPatch) -> None:
-    """A batch that was left wakes one thread, which may be another producer."""
+def news_wake_one(patch: pytest.MonkeyPatch) -> None:
+    """What is left or taken wakes one thread, which may be another one than it is for."""
 
     def leave(inbox: Any, item: Any) -> None:
         with inbox._changed:
@@ -268,7 +237,12 @@ def leave_wakes_one(patch: pytest.MonkeyPatch) -> None:
             inbox._reserved -= 1
             inbox._changed.notify()
 
+    def changed(inbox: Any) -> None:
+        with inbox._changed:
+            inbox._changed.notify()
+
     patch.setattr(Inbox, "leave", leave)
+    patch.setattr(Inbox, "changed", changed)
 
 
 def taking_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -326,7 +300,6 @@ def close_puts_the_end_itself(patch: pytest.MonkeyPatch) -> None:
 BROKEN: dict[str, list[Break]] = {
     "prefetcher": [
         rings_before_it_looks,
-        room_is_told_to_nobody,
         close_misses_the_consumer,
         close_misses_the_reader,
         reader_is_not_joined,
@@ -336,7 +309,6 @@ BROKEN: dict[str, list[Break]] = {
         hands_out_at_once,
         settles_without_waiting,
         slot_is_free_when_it_is_put,
-        fence_proves_a_landing,
         more_batches_than_allowed,
         end_overtakes_batches,
         error_overtakes_batches,
@@ -346,7 +318,7 @@ BROKEN: dict[str, list[Break]] = {
         registry_keeps_the_reader,
     ],
     "queue": [
-        leave_wakes_one,
+        news_wake_one,
         taking_wakes_nobody,
         room_is_not_reserved,
         room_is_not_given_back,
