@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -51,6 +51,7 @@ class DevicePrefetcher(Generic[T]):
         *,
         on_device: OnDevice | None = None,
     ):
+        self._readers: list[AnyReader] = []  # the current one, if any; __del__ finds it, whatever fails below
         self._source = source
         self.reiterable = source.reiterable
         self._places = Places(source, one_back=reading.pads)
@@ -60,13 +61,17 @@ class DevicePrefetcher(Generic[T]):
         released_by = "landing" if memory_in_compute_order(placement.devices) else "fence"
         handout = HandOut(on_device, placement.context)
         self._feed = Feed(window(released_by=released_by, inline=reading.inline), handout)
-        self._readers: list[AnyReader] = []  # the current one, if any; shared with the finaliser
         self._past, self._times = SourceTimes(), SourceTimes()  # of passes that are over, of the last one
         self._over = False  # the current pass has ended
         self._said_spent = False
         self._turn = threading.Lock()  # held by the thread inside next()
         self._undelivered: Any = _NOTHING  # handed out by the feed, and kept from the loop by a Ctrl-C
-        weakref.finalize(self, _cancel, self._readers).atexit = False
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Its thread stops by itself. No weakref.finalize, which would refer to the reader: that refers to the source's
+        # error, this to the frames that have seen it, and they to the prefetcher, which would stay for ever.
+        if not ending():
+            self._cancel()
 
     def __iter__(self) -> Iterator[T]:
         """Itself: in the middle of a pass it goes on, after the end it begins a new one if the source allows.
@@ -264,8 +269,12 @@ class DevicePrefetcher(Generic[T]):
             self._end_pass()
         reader.start()
 
+    def _cancel(self) -> None:
+        for reader in list(self._readers):
+            reader.cancel()
+
     def _end_pass(self) -> None:
-        _cancel(self._readers)  # whatever strikes before it is closed, it ends
+        self._cancel()  # whatever strikes before it is closed, it ends
         with contextlib.suppress(IndexError):  # there is none, or another thread ends it
             self._readers.pop().close()
 
@@ -283,15 +292,6 @@ class DevicePrefetcher(Generic[T]):
             reader.before_next(self._taken())
         try:
             return self._feed.next()
-        except StopIteration:
-            self._over = True
-            raise
         except BaseException as error:
-            self._over = error is self._feed.error
+            self._over = error is self._feed.error or isinstance(error, StopIteration)
             raise
-
-
-def _cancel(readers: list[AnyReader]) -> None:
-    """The prefetcher was dropped: its thread stops by itself and closes the source."""
-    for reader in list(readers):
-        reader.cancel()

@@ -185,6 +185,7 @@ class DeviceQueue(Generic[T]):
             if feed.error is None:
                 feed.window.fail()  # what is staged is not issued any more
                 self._drain()
+            if feed.error is None:
                 feed.begin_pass(self._inbox)
             self._inbox.changed()
 
@@ -241,6 +242,9 @@ class DeviceQueue(Generic[T]):
                 self._feed.next()
         except StopIteration:
             pass
+        except Exception as error:
+            if error is not self._feed.error:  # that get() raises, once it has given out what it has
+                raise
 
 
 class _Alike(Shapes):

@@ -2,7 +2,7 @@
 
     pytest                                       the suite, on the CPU
     pytest -m gpu                                what needs an accelerator, on the platform that JAX picks
-    HYPOTHESIS_PROFILE=full pytest               10,000 examples a property instead of 200
+    HYPOTHESIS_PROFILE=full pytest               10,000 examples a property instead of 200; 100,000 schedules
     JAXPREFETCH_NO_SKIPS=1 pytest                a skipped or xfailed test makes the run fail
 
 A peer that mixes dtypes (optax's adam does) runs inside `with jax.numpy_dtype_promotion("standard"):`.

@@ -102,6 +102,25 @@ def test_dropped_in_a_reference_cycle():
     join(threads)
 
 
+@by_host_size
+def test_dropped_after_an_error_of_the_source(host_size):
+    """A prefetcher whose source has failed is freed with its batches once it is dropped, as any other."""
+
+    def source():
+        yield batch(0, rows=1239)
+        raise ValueError("the source is broken")
+
+    batches = prefetch_to_device(source(), host_size=host_size)
+    with pytest.raises(ValueError, match="the source is broken"):
+        for _ in batches:
+            pass
+    gone = weakref.ref(batches)
+    del batches, _
+    gc.collect()
+    assert gone() is None
+    assert on_devices(1239) == 0
+
+
 def test_dropped_before_it_started():
     """A prefetcher that was never used goes without a trace."""
     gone = weakref.ref(prefetch_to_device(Loader(3)))

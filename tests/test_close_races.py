@@ -9,6 +9,7 @@ from gated import LIMIT_S, Closable, Counted, Gated, InThread, Loader, Watch, ba
 
 from jaxprefetch import DevicePrefetcher, prefetch_to_device, reading
 from jaxprefetch.host import reader
+from jaxprefetch.host.pipeline import Pipeline
 
 LEFT_BEHIND = "is left behind; it closes the source when it wakes"
 
@@ -191,6 +192,39 @@ def test_source_that_its_close_wakes_is_not_left_behind(caplog):
     assert source.closed.is_set()
     assert not reader_threads()
     assert LEFT_BEHIND not in caplog.text
+
+
+def test_loader_that_is_closed_from_outside_is_not_opened_again(monkeypatch):
+    """A thread that was late, but not in its source, when `close()` closed that from outside, opens no new pass."""
+    monkeypatch.setattr(reader, "CLOSE_SECONDS", 0.1)
+    opened, late, gate = [], threading.Event(), threading.Event()
+    ask = Pipeline._ask
+
+    class Pass(Counted):
+        def close(self):
+            pass
+
+    class Passes:
+        def __iter__(self):
+            opened.append(Pass())
+            return opened[-1]
+
+    def asking(pipeline, number, call):
+        if number == 1 and not late.is_set():
+            late.set()
+            wait(gate)
+        return ask(pipeline, number, call)
+
+    monkeypatch.setattr(Pipeline, "_ask", asking)
+    batches = prefetch_to_device(Passes())
+    batches.start_prefetch()
+    wait(late)
+    threads = reader_threads()
+    batches.close()
+    gate.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert len(opened) == 1
 
 
 def test_source_whose_close_blocks_too_is_left_behind(caplog, monkeypatch):

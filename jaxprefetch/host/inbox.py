@@ -49,7 +49,7 @@ class Inbox:
         self._before = 0  # batches taken in passes before; this and all below guarded by _changed
         self._left = 0  # batches that were left here in this pass
         self._reserved = 0  # room for batches that are being staged
-        self._closed = self._failed = False
+        self._closed = False
 
     def __len__(self) -> int:
         """Batches left and not taken."""
@@ -96,7 +96,9 @@ class Inbox:
     def wait_for_item(self, timeout: float | None) -> bool:
         """Whether a batch is here or the end is known, within so many seconds. Blocking: that long."""
         with self._changed:
-            return self._wait_for(self._has_item_or_end, timeout, "get() has waited %.0f s for a batch.")
+            some = self._wait_for(self._has_item_or_end, timeout, "get() has waited %.0f s for a batch.")
+            self._tell_end()
+            return some
 
     def changed(self) -> None:
         """Batches have been taken."""
@@ -104,12 +106,14 @@ class Inbox:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing is left here any more; what is here stays."""
+        """Nothing is left here any more; what is here stays. Safe in a finaliser that runs in the middle of anything.
+
+        It may have struck `leave` on its own thread, which has the lock already: so where the end is, is worked out by
+        those who wait for it.
+        """
+        self._closed = True
         with self._changed:
-            if not self._closed:
-                self._closed = True
-                self.items[self._left] = End()
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def start_over(self, taken: int) -> list[Any]:
         """Begins a new pass and gives out what was not issued in the last.
@@ -120,8 +124,6 @@ class Inbox:
         with self._changed:
             dropped = [item for item in self.items.values() if not isinstance(item, End)]
             self.items, self._left, self._before = {}, 0, taken
-            if self._closed:
-                self.items[0] = End()
             return dropped
 
     # ---- as the engine sees it
@@ -129,7 +131,9 @@ class Inbox:
     def wait(self, number: int, timeout: float | None) -> bool:
         """Whether item `number` is here within so many seconds, or never will be. Blocking: that long."""
         with self._changed:
-            return self._changed.wait_for(lambda: number in self.items or self._failed, timeout)
+            here = self._changed.wait_for(lambda: number in self.items or self._closed, timeout)
+            self._tell_end()
+            return here
 
     def give_room(self, issued: int, landed: int) -> None:
         """Room is counted by what is taken."""
@@ -137,7 +141,7 @@ class Inbox:
     def cancel(self) -> None:
         """The engine has failed."""
         with self._changed:
-            self._failed = self._closed = True
+            self._closed = True
             self._changed.notify_all()
 
     # ---- under the lock
@@ -151,6 +155,10 @@ class Inbox:
 
     def _has_item_or_end(self) -> bool:
         return self._closed or self._left > self._taken
+
+    def _tell_end(self) -> None:
+        if self._closed:
+            self.items.setdefault(self._left, End())
 
     def _check_open(self) -> None:
         if self._closed:

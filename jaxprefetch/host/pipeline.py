@@ -180,6 +180,8 @@ class Pipeline:
 
     def _open(self) -> Iterator[Any]:
         if self._pulls is None:
+            if self._end is not None:  # it was closed from outside just now, and is not opened again
+                raise Cancelled
             if self.iterator is None:
                 self.iterator = self._source.open()
             self._note_place(0, self._source.place(self.iterator))
