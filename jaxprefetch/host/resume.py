@@ -42,7 +42,7 @@ class ResumableSource(Source):
     """A source and how it is brought back to a place.
 
     By its iterator's `get_state()` and `set_state()` (Grain), or by its own `state_dict()` and `load_state_dict()`
-    (torchdata), or with `resume="replay"` by counting.
+    (torchdata, streams of Hugging Face), or with `resume="replay"` by counting.
 
     Attributes:
         resumable: there is such a way.
