@@ -57,7 +57,6 @@ def test_a_finaliser_may_close_a_queue_anywhere() -> None:
         driven_queue.run(dataclasses.replace(case, struck_at=at))
 
 
-@pytest.mark.xfail(strict=True, reason="Feed._await_staged takes a landing that it knows of for news, and never waits")
 def test_a_consumer_that_waits_for_the_source_sleeps() -> None:
     """While the source is late and the step before runs, `next()` waits, and leaves the GIL to the reader."""
     choices = Choices(turns=(0, 0, 0, 0, 0, 1))  # batch 1 has landed, the fence of step 0 is not done, a wait runs out

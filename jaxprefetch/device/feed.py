@@ -259,7 +259,7 @@ class Feed:
             if step_seen:
                 self.times.saw_step(time.perf_counter_ns() - self.times.last_ns)
             news = True
-        if have_landed(self._issued[number].made):
+        if not self.window.has_landed(number) and have_landed(self._issued[number].made):
             self.window.landed(number)
             self._sending.free(self.window.has_landed)
             news = True
