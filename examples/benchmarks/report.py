@@ -20,8 +20,14 @@ from pathlib import Path
 Record = dict
 PARTS = (
     *("link", "alexnet", "tokens", "rl", "samples", "steps", "fetch", "cache"),
-    *("check", "memory", "inflight", "short", "sync", "loop"),
+    *("check", "memory", "inflight", "short", "sync", "loop", "training", "host"),
 )
+HOST = {
+    "next_us": "us in next()",
+    "loop_us": "us of CPU a step, of its thread",
+    "process_us": "us of CPU a step, of the process",
+    "batches_per_s": "batches a second with nothing else",
+}
 PACKAGES = ("jaxprefetch", "jax", "jaxlib", "flax", "grain", "torch", "numpy")
 UNITS = {
     "link": "GiB/s, all devices",
@@ -29,6 +35,7 @@ UNITS = {
     "samples": "GiB/s",
     "fetch": "GiB/s, or share of the step alone",
     "inflight": "most batches on a device",
+    "host": "processes, source",
 }
 MARKED = re.compile(r"(<!-- results:([\w-]+)(:brief)? -->\n).*?(<!-- /results -->)", re.DOTALL)
 NOT_BRIEF = re.compile(r"size [134]|1000 steps|delete_used|datarax|flax .*, pinned")
@@ -84,6 +91,12 @@ def _columns(part: str, record: Record) -> list[tuple[str, dict[str, str]]]:
     if part == "check":
         right = sum(value == "OK" for value in results.values())
         return [(gpus, {"consumers with right values": f"{right} of {len(results)}"})]
+    if part == "host":
+        cases = {name: case for name, case in results.items() if isinstance(case, dict)}
+        return [
+            (heading, {name: f"{case[key]['median']:,.0f}" for name, case in cases.items()})
+            for key, heading in HOST.items()
+        ]
     cells = {"link": _rate, "samples": _rate, "rl": _added, "inflight": _inflight, "memory": _peak, "fetch": _fetched}
     cell = cells.get(part, _share)
     cases = {name: case for name, case in results.items() if isinstance(case, dict)}

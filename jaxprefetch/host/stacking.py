@@ -38,8 +38,8 @@ def sample_spec(sample: Any, *, where: str) -> Any:
 
 
 BYTES_A_THREAD = 20 << 10
-"""Each thread wants the GIL once a row, so that many threads wait for each other where rows are small: rows of 155 KB are
-stacked no faster by 12 threads than by 8, those of 618 KB are (28 and 34 GiB/s)."""
+"""Each thread wants the GIL once a row, so that many threads wait for each other where rows are small: rows of 155 KB
+are stacked no faster by 12 threads than by 8, those of 618 KB are (34 and 28 GiB/s)."""
 
 
 def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> None:
