@@ -36,6 +36,7 @@ class StagingOptions:
     mask_key: Hashable = "mask"
     batch_axis: int = 0
     fresh_buffers: bool | None = None
+    fresh_tensors: bool = False  # each batch has pinned tensors of its own
 
     @property
     def names(self) -> tuple[str, ...]:

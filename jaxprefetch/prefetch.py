@@ -19,6 +19,7 @@ from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
 from jaxprefetch.fillers import Fillers
 from jaxprefetch.host.batching import MODES, Mode
+from jaxprefetch.host.loaders import pins_batches
 from jaxprefetch.host.memory import default_host_bytes
 from jaxprefetch.host.resume import ResumableSource
 from jaxprefetch.host.source import WritesBatches
@@ -88,7 +89,8 @@ def prefetch_to_device(
             back must not use it. Arrays that the source made itself are never deleted.
         fresh_buffers: True promises that the source never writes to a leaf again, nor yields its memory twice: kept
             leaves are then handed on without a copy, and others sent so where that is no slower (on a GPU: from pinned
-            memory). Leaves of one batch that share memory are still copied. None promises nothing.
+            memory). Leaves of one batch that share memory are still copied. None promises nothing, but for the tensors
+            of a PyTorch loader with `pin_memory=True`, which makes them anew for each batch.
         on_device: a function from batch to batch that JAX can trace (cast, normalise, augment): it runs on the devices
             as part of `next()`, behind the step before, so that uint8 crosses the link and bfloat16 feeds the step.
             It is compiled for each structure of batches, with `default_device` and x64 as they are now and no other
@@ -139,7 +141,8 @@ def prefetch_to_device(
         raise ValueError(f"uneven: expected one of {', '.join(map(repr, UNEVEN))}, got {uneven!r}.")
     if uneven == "pad" and last_batch != "pad":
         raise ValueError("uneven='pad' needs the mask that last_batch='pad' makes: pass that, too.")
-    options = StagingOptions(keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers)
+    fresh_tensors = fresh_buffers is None and pins_batches(source)
+    options = StagingOptions(keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers, fresh_tensors)
     placement = Placement(sharding)
     max_host_bytes = parse_bytes("max_host_bytes", max_host_bytes) or default_host_bytes()
     group = Group.of(placement.all_devices, uneven)

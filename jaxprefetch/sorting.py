@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxprefetch.device.plan import LeafPlan, Plan
+from jaxprefetch.host.foreign import is_pinned_tensor
 from jaxprefetch.host.leaves import Separate, check_range, copy_kept, fetch, is_number, memory_of
 
 
@@ -23,11 +24,15 @@ class Sorting:
 
     Args:
         fresh_buffers: nobody writes again to what the source yields.
+        fresh_tensors: nor to its tensors in pinned memory.
         sent_directly: whether such an array is best sent from where it lies: a copy would not be quicker.
     """
 
-    def __init__(self, fresh_buffers: bool, sent_directly: Callable[[np.ndarray], bool]):
+    def __init__(
+        self, fresh_buffers: bool, sent_directly: Callable[[np.ndarray], bool], *, fresh_tensors: bool = False
+    ):
         self._fresh_buffers = fresh_buffers
+        self._fresh_tensors = fresh_tensors and not fresh_buffers
         self._sent_directly = sent_directly
 
     def sort(
@@ -60,7 +65,7 @@ class Sorting:
     def _all_but_sent(self, plan: Plan, leaves: list[Any]) -> Sequence[int]:
         """The same where all are arrays, in the plan's order and with its dtypes."""
         whole = range(len(leaves))
-        if not self._fresh_buffers or not (alone := [i for i in whole if i in plan.offsets]):
+        if not (self._fresh_buffers or self._fresh_tensors) or not (alone := [i for i in whole if i in plan.offsets]):
             return whole
         separate = Separate()
         sent = {i for i in alone if self._goes_as_it_is(leaves[i], plan.leaves[i], separate)}
@@ -73,7 +78,7 @@ class Sorting:
 
     def _goes_as_it_is(self, leaf: np.ndarray, plan: LeafPlan, separate: Separate) -> bool:
         return (
-            self._fresh_buffers
+            (self._fresh_buffers or (self._fresh_tensors and is_pinned_tensor(leaf)))
             and (leaf.dtype, leaf.shape) == (plan.dtype, plan.shape)
             and self._sent_directly(leaf)
             and separate.claims(leaf)

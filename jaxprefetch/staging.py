@@ -68,7 +68,7 @@ class Stager:
     ):
         self._memory = memory or FreshMemory()
         self._copier = self._memory.copier
-        self._sorting = Sorting(bool(options.fresh_buffers), sent_directly)
+        self._sorting = Sorting(bool(options.fresh_buffers), sent_directly, fresh_tensors=options.fresh_tensors)
         self._placement = placement
         self._options = options
         self._policy = LastBatch(options.last_batch)

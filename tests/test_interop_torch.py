@@ -16,6 +16,7 @@ from interop_rows import Rows, in_order, rows
 
 from jaxprefetch import batched, prefetch_to_device
 from jaxprefetch.host import forks
+from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.leaves import as_host
 
 pytestmark = [
@@ -276,6 +277,20 @@ def test_leaving_early_ends_the_workers():
     with prefetch_to_device(loader(num_workers=2, multiprocessing_context="fork")) as batches:
         next(batches)
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # here there is no accelerator
+@pytest.mark.parametrize("options", [{}, {"pin_memory": True}, {"pin_memory": True, "batch_size": None}])
+def test_what_a_loader_pins_is_sent_from_where_it_lies(options, monkeypatch):
+    """Its tensors are new for each batch, so that nothing is copied; those that a data set yields itself may not be."""
+    import torch
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    copied = []
+    monkeypatch.setattr(Copier, "copy", lambda self, pairs: copied.extend(pairs))
+    for _ in prefetch_to_device(loader(**options), fresh_buffers=None):
+        pass
+    assert bool(copied) == (options != {"pin_memory": True})
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # here there is no accelerator

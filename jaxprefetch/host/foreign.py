@@ -65,6 +65,14 @@ def from_torch(tensor: Any, where: str) -> np.ndarray:
         raise TypeError(f"{where}: {what}: {why}. {_torch_cure(tensor)} {KEEP}") from error
 
 
+def is_pinned_tensor(array: np.ndarray) -> bool:
+    """Whether this is a view of a tensor that PyTorch keeps in pinned memory."""
+    owner: Any = array.base
+    while type(owner) is np.ndarray:
+        owner = owner.base
+    return owner is not None and is_of(type(owner), "torch", "Tensor") and owner.is_pinned()
+
+
 def _find_word(dtype: Any) -> tuple[Any, np.dtype] | None:
     """NumPy knows the dtypes of ml_dtypes by name, since JAX imports that; PyTorch does not know that it does."""
     torch, name = sys.modules["torch"], str(dtype).removeprefix("torch.")

@@ -79,3 +79,9 @@ def _inputs(dataset: Any) -> Iterator[Any]:
 
 def _ray_keeps_order() -> bool:
     return bool(sys.modules["ray"].data.DataContext.get_current().execution_options.preserve_order)
+
+
+def pins_batches(source: Any) -> bool:
+    """Whether it is a PyTorch loader that makes its batches, and copies each to pinned memory of its own."""
+    is_loader = is_of(type(source), "torch.utils.data", "DataLoader")
+    return is_loader and source.batch_sampler is not None and bool(source.pin_memory)
