@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from jaxprefetch.device.completion import memory_in_compute_order
+from jaxprefetch.device.completion import released_by
 from jaxprefetch.device.context import SourceContext
 from jaxprefetch.device.feed import Feed
 from jaxprefetch.device.handout import HandOut, OnDevice
@@ -58,9 +58,8 @@ class DevicePrefetcher(Generic[T]):
         self._stager = stager
         self._reading = reading
         self._context = placement.context
-        released_by = "landing" if memory_in_compute_order(placement.devices) else "fence"
         handout = HandOut(on_device, placement.context)
-        self._feed = Feed(window(released_by=released_by, inline=reading.inline), handout)
+        self._feed = Feed(window(released_by=released_by(placement.devices), inline=reading.inline), handout)
         self._past, self._times = SourceTimes(), SourceTimes()  # of passes that are over, of the last one
         self._over = False  # the current pass has ended
         self._said_spent = False
@@ -151,6 +150,7 @@ class DevicePrefetcher(Generic[T]):
 
         Raises:
             ValueError: there is no first batch: the source is empty, or the prefetcher was closed before.
+            RuntimeError: another thread is inside `next()`.
             Exception: what the source, or staging, raised instead of it; what a node of the batch raises that refuses
                 `jax.ShapeDtypeStruct` for its leaves, as it would under `jax.eval_shape`; what `on_device` raises.
         """
@@ -170,7 +170,7 @@ class DevicePrefetcher(Generic[T]):
         """Ends the pass for good and frees what was not handed out; the batch in the loop's hands stays alive.
 
         Blocking: about a second at most, for a reader that is inside the source; it is then left behind, which is
-        logged, and closes the source when it wakes.
+        logged, and closes the source when it wakes. Where several processes agree, up to 1.5 s more for their service.
 
         Thread safety: any thread, any number of times. A `next()` that waits elsewhere ends with `StopIteration`.
         """
@@ -186,6 +186,7 @@ class DevicePrefetcher(Generic[T]):
 
         Raises:
             TypeError: the source has no state of its own, and `resume="replay"` was not given.
+            RuntimeError: another thread is inside the first `next()`.
             Exception: what the source raised when it was asked for its state.
         """
         if self._readers and not self._taken() and self._is_free():

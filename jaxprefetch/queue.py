@@ -25,14 +25,13 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from jaxprefetch.arguments import integer, parse_bytes, seconds
-from jaxprefetch.device.completion import memory_in_compute_order
+from jaxprefetch.device.completion import released_by
 from jaxprefetch.device.feed import Feed
 from jaxprefetch.device.handout import HandOut
 from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.plan import Plan
 from jaxprefetch.device.window import Window
-from jaxprefetch.host.batching import Mode
 from jaxprefetch.host.inbox import Closed, Inbox
 from jaxprefetch.host.memory import default_host_bytes
 from jaxprefetch.layout import Staged, StagingOptions
@@ -71,8 +70,7 @@ class DeviceQueue(Generic[T]):
     def __init__(self, size: int, *, sharding: Any = None, max_bytes: int | str | None = None):
         size, self._max_bytes = integer("size", size, 1), parse_bytes("max_bytes", max_bytes)
         self._placement = Placement(sharding)
-        released_by = "landing" if memory_in_compute_order(self._placement.devices) else "fence"
-        window = Window(size, max_bytes=self._max_bytes, released_by=released_by)
+        window = Window(size, max_bytes=self._max_bytes, released_by=released_by(self._placement.devices))
         self._inbox = Inbox(size, lambda: window.taken)
         self._turn = Turn()  # of the threads that get; it guards all that follows but the stagers
         self._feed = Feed(window, HandOut(None, self._placement.context))
@@ -81,7 +79,7 @@ class DeviceQueue(Generic[T]):
         self._held: dict[Thread, weakref.ref[Any]] = {}  # the batch that each consumer took last
         self._undelivered: deque[Any] = deque()  # taken, and kept from the caller by a Ctrl-C
         self._stagers: deque[Stager] = deque()  # those that nobody uses now; append and pop are atomic
-        self._alike = _Alike("error")
+        self._alike = _Alike()
 
     def put(self, batch: T, timeout: float | None = None) -> None:
         """Leaves a batch behind those that were put before.
@@ -250,8 +248,8 @@ class DeviceQueue(Generic[T]):
 class _Alike(Shapes):
     """Batches of a queue have to be like the first one."""
 
-    def __init__(self, last_batch: Mode):
-        super().__init__(last_batch)
+    def __init__(self) -> None:
+        super().__init__("error")
         self._first: dict[str, Plan] = {}  # under "plan"; written with setdefault, which is atomic
 
     def compare(self, plan: Plan, number: int) -> None:

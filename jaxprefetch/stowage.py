@@ -4,7 +4,7 @@ Synopsis:
 
     stowage = slot.once(plan, Stowage)
     copier.copy(stowage.pairs(leaves, range(len(leaves))))
-    parcels = stowage.parcels(leaves)
+    parcels = stowage.parcels(leaves, range(len(leaves)))
 """
 
 from __future__ import annotations

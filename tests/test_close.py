@@ -155,15 +155,24 @@ def test_the_end_closes_the_iterator(host_size):
         assert closed.is_set()
 
 
-def test_error_in_the_source_s_close_is_logged(caplog):
-    """A source that cannot be closed does not fail `close()`."""
+@pytest.mark.parametrize("taken", [0, 1])
+def test_error_in_the_source_s_close_is_logged(taken, caplog):
+    """A source that cannot be closed does not fail `close()`, also if only its state was asked for."""
 
     class Stubborn(Counted):
+        def get_state(self):
+            return {"at": self.pulled}
+
+        def set_state(self, state):
+            raise NotImplementedError
+
         def close(self):
             raise OSError("still busy")
 
     with prefetch_to_device(Stubborn()) as batches:
-        next(batches)
+        batches.get_state()
+        for _ in range(taken):
+            next(batches)
     assert "closing the source's iterator 'Stubborn' failed" in caplog.text
     assert "still busy" in caplog.text
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -32,6 +32,11 @@ def memory_in_compute_order(devices: Sequence[Device]) -> bool:
     References: `kComputeSynchronized` in XLA's `pjrt/se/local_device_state.h`: GPU clients only.
     """
     return bool(devices) and all(device.platform in GPU_PLATFORMS for device in devices)
+
+
+def released_by(devices: Sequence[Device]) -> Literal["landing", "fence"]:
+    """Which fact releases a batch on these devices."""
+    return "landing" if memory_in_compute_order(devices) else "fence"
 
 
 def dispatch_fence(devices: Sequence[Device]) -> list[jax.Array]:

@@ -161,14 +161,13 @@ class Feed:
         while (first := next(iter(self._issued))) < number:  # an interrupt struck after it was settled
             del self._issued[first]
         self._arrivals.items.pop(number - self.first, None)  # or after it was issued
-        issued, failure, start = self._issued[number], None, time.perf_counter_ns()
+        issued, failure = self._issued[number], None
         try:
-            with TraceAnnotation("jaxprefetch.wait_landing"):
+            with self.times.waiting_for_room("landing"):
                 landed = wait_landed(issued.arrays)
         except Exception as error:
             add_note(error, f"jaxprefetch: raised while batch {number - self.first} was on its way to its devices")
             landed, failure = False, error
-        self.times.room_ns += time.perf_counter_ns() - start
         if self.window.delete_used:
             issued.delete()
         self.window.settled(number, disposed=not landed)

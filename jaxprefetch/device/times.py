@@ -45,17 +45,21 @@ class LoopTimes:
     def waiting_for_room(self, what: str) -> Iterator[None]:
         """Counts and annotates a wait for the devices."""
         start = time.perf_counter_ns()
-        with TraceAnnotation(f"jaxprefetch.wait_{what}"):
-            yield
-        self.room_ns += time.perf_counter_ns() - start
+        try:
+            with TraceAnnotation(f"jaxprefetch.wait_{what}"):
+                yield
+        finally:
+            self.room_ns += time.perf_counter_ns() - start
 
     @contextlib.contextmanager
     def waiting_for_source(self) -> Iterator[None]:
         """Counts and annotates a wait for the source."""
         start = time.perf_counter_ns()
-        with TraceAnnotation("jaxprefetch.wait_source"):
-            yield
-        self.source_ns += time.perf_counter_ns() - start
+        try:
+            with TraceAnnotation("jaxprefetch.wait_source"):
+                yield
+        finally:
+            self.source_ns += time.perf_counter_ns() - start
 
     def saw_step(self, ns: int) -> None:
         """A step was seen to end so long after its batch was handed out."""

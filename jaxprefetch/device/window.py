@@ -153,7 +153,7 @@ class Window:
             self.ended and not self.staged and self.issued == self.taken,
             "a pass was begun before the last one was over",
         )
-        self.ended, self._calling = False, False
+        self.ended, self._calling, self.source_is_late = False, False, False
 
     def issue(self) -> int:
         """The next staged batch has been put; returns its number."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +20,8 @@ from typing import Any, Protocol, TypeVar
 from jax.profiler import TraceAnnotation
 
 from jaxprefetch.errors import add_note
-from jaxprefetch.host.source import AFTER_END, Source, close_iterator, is_dead, writes_batches
+from jaxprefetch.host.source import AFTER_END, Source, close_for_good, is_dead, writes_batches
 
-logger = logging.getLogger("jaxprefetch")
 T = TypeVar("T")
 
 EnterContext = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -141,11 +139,7 @@ class Pipeline:
         self.times.inside = "closing the source"
         self._take_back()
         self._raw.clear()
-        iterator = self.take_iterator()
-        try:
-            close_iterator(iterator)
-        except Exception:
-            logger.exception("jaxprefetch: closing the source's iterator %r failed", type(iterator).__name__)
+        close_for_good(self.take_iterator())
 
     def take_iterator(self) -> Iterator[Any] | None:
         """The iterator, which whoever takes it closes; nothing is pulled from now on."""

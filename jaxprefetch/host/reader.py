@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    reader = Reader(Pipeline(source, stage), host_size=4)
+    reader = Reader(Pipeline(Source(loader), stager), host_size=4)
     reader.start()
     reader.wait(0, timeout=None)         # until it is there
     reader.items[0]                      # the first staged batch, or End

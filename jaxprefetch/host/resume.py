@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jaxprefetch.host.loaders import forgets, is_streamed, shuffles_anew
-from jaxprefetch.host.source import Source, close_iterator, exact_length, origin
+from jaxprefetch.host.source import Source, close_for_good, close_iterator, exact_length, origin
 
 CURE = (
     'If a newly made source yields the same batches in the same order again, pass resume="replay": it is then gone '
@@ -168,9 +168,9 @@ class ResumableSource(Source):
             origin(self._open()).set_state(own)
 
     def close(self) -> None:
-        """Closes an iterator that no pass has taken over."""
+        """Closes an iterator that no pass has taken over; what that raises is logged."""
         iterator, self._opened = self._opened, None
-        close_iterator(iterator)
+        close_for_good(iterator)
 
     def _own(self, iterator: Any) -> Any:
         try:

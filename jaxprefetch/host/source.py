@@ -10,11 +10,14 @@ Synopsis:
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from jaxprefetch.host import forks
 from jaxprefetch.host.loaders import worker_shutdown
+
+logger = logging.getLogger("jaxprefetch")
 
 AFTER_END = -1
 """Stands for the number of batches pulled where the end of the pass is told."""
@@ -103,6 +106,14 @@ def close_iterator(iterator: Any) -> None:
     close = getattr(iterator, "close", None) or worker_shutdown(iterator)
     if callable(close):
         close()
+
+
+def close_for_good(iterator: Any) -> None:
+    """The same, where nobody is there to hear what that raises: it is logged."""
+    try:
+        close_iterator(iterator)
+    except Exception:
+        logger.exception("jaxprefetch: closing the source's iterator %r failed", type(iterator).__name__)
 
 
 def closable_from_outside(iterator: Any) -> bool:
