@@ -24,7 +24,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import Empty
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ import pytest
 
 from jaxprefetch import prefetcher, queue, turn
 from jaxprefetch.device import feed, times
-from jaxprefetch.host import copying, inbox, pipeline, reader
+from jaxprefetch.host import copying, inbox, pipeline, reader, shelf
 
 MOST_POINTS = 60_000
 """So many in one run: somebody runs in circles."""
@@ -202,8 +202,9 @@ class Scheduler:
         self._log.append((self._me.name, what, ""))
 
     def left(self) -> list[str]:
-        """Threads that have not ended."""
-        return [actor.name for actor in self._actors[1:] if not actor.done]
+        """Threads that have not ended, but for those of a copier that wait for work: they end when nobody has it."""
+        open_ends = [actor for actor in self._actors[1:] if not actor.done]
+        return [actor.name for actor in open_ends if (actor.name, actor.at) != ("jaxprefetch-copy", "get")]
 
     def trace(self) -> str:
         """What has happened, a line for each change of threads."""
@@ -578,40 +579,6 @@ class Clock:
     monotonic = perf_counter
 
 
-class Pool:
-    """As `concurrent.futures.ThreadPoolExecutor`, with a thread for each task."""
-
-    def submit(self, function: Callable[..., object], *args: Any) -> Future:
-        return Future(function, args)
-
-
-class Future:
-    """As `concurrent.futures.Future`."""
-
-    def __init__(self, function: Callable[..., object], args: tuple[Any, ...]):
-        self._function, self._args = function, args
-        self._error: BaseException | None = None
-        self.thread = Thread(target=self._run, name="jaxprefetch-copy", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._function(*self._args)
-        except Exception as error:
-            self._error = error
-
-    def result(self) -> None:
-        self.thread.join()
-        if self._error is not None:
-            raise self._error
-
-
-def wait_for_all(futures: Iterable[Future]) -> None:
-    """As `concurrent.futures.wait`."""
-    for future in futures:
-        future.thread.join()
-
-
 THREADING = SimpleNamespace(
     Thread=Thread, Lock=Lock, RLock=RLock, Condition=Condition, current_thread=threading.current_thread
 )
@@ -623,11 +590,12 @@ DRIVEN: dict[Any, dict[str, Any]] = {
     turn: {"threading": THREADING},
     prefetcher: {"threading": THREADING},
     queue: {"time": Clock},
-    copying: {"wait": wait_for_all},
+    copying: {"threading": THREADING, "SimpleQueue": SimpleQueue},
+    shelf: {"SimpleQueue": SimpleQueue},
     feed: {"time": Clock},
     times: {"time": Clock},
 }
 """Modules of the library, and what they get."""
 
-FILES = {module.__file__ for module in (reader, pipeline, inbox, turn, prefetcher, queue, feed)}
+FILES = {module.__file__ for module in (reader, shelf, pipeline, inbox, turn, prefetcher, queue, feed)}
 """Whose every line is a point: what threads share without a lock is there."""

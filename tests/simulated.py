@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import pytest
-from scheduler import Pool, Scheduler
+from scheduler import Scheduler
 
 from jaxprefetch import prefetch, prefetcher, queue
 from jaxprefetch.device import feed, fences
@@ -142,13 +142,12 @@ class Device:
                 patch.setattr(fences, "dispatch_fence", lambda devices: [self._fence()])
                 patch.setattr(feed, "put_marker", lambda devices: [self._late(-1, np.zeros(64, np.uint8), None)])
                 for module in (prefetcher, queue):
-                    patch.setattr(module, "memory_in_compute_order", lambda devices: released_by == "landing")
+                    patch.setattr(module, "released_by", lambda devices: released_by)
                 for module in (prefetch, queue):
                     patch.setattr(module, "stager", self._stager)
             if self._copiers:
                 patch.setattr(copying, "PARALLEL_BYTES", 0)
-                patch.setattr(copying, "LEAST_CHUNK_BYTES", 8)
-                patch.setattr(copying, "MOST_CHUNK_BYTES", 8)
+                patch.setattr(copying, "CHUNK_BYTES", 8)
             yield
 
     def batches(self) -> list[int]:
@@ -233,7 +232,7 @@ class Device:
     def _stager(self, placement: Any, options: Any, max_host_bytes: int | None) -> Stager:
         copier = Copier(1)
         if self._copiers:
-            copier.threads, copier._pool = 2, Pool()  # type: ignore[assignment]
+            copier.threads, copier._pool = 2, copying._Pool(1)
         return Stager(placement, options, Slots(register=self._register, max_bytes=max_host_bytes, copier=copier))
 
     def _register(self, address: int, nbytes: int) -> Callable[[], None]:

@@ -21,8 +21,9 @@ NOT_DRIVEN = {
     "demo.py": "a clock",
     "device/context.py": "a thread that is joined at once",
     "device/link.py": "a clock",
-    "host/copying.py": "its pool stands in for what `simulated.py` gives it",
     "loop.py": "a clock, on the loop's thread",
+    "processes/gate.py": "a thread that asks other processes: tested with some",
+    "processes/others.py": "a clock",
     "progress.py": "a clock, on the loop's thread",
     "termination.py": "asks which thread it is on",
 }

@@ -106,9 +106,9 @@ class Places:
                 "without it, or read it with the version that wrote it."
             )
         self._source.check_resumable()
-        state = {"again": False, **state}
-        names = "version", "how", "rows", "source", "again"
-        number_of_pass, taken = check_state(state, "set_state", ("pass", "taken"), names)
+        state = dict(state)
+        again = state.pop("again", False)
+        number_of_pass, taken = check_state(state, "set_state", ("pass", "taken"), ("version", "how", "rows", "source"))
         if (rows := state["rows"]) is not None:
             (rows,) = check_state({"rows": rows}, "set_state", ("rows",))
         if state["how"] != self._source.how:
@@ -118,7 +118,7 @@ class Places:
             )
         self._source.go_to(number_of_pass, taken, state["source"])
         self._pass, self._taken, self.rows = number_of_pass, taken, rows
-        self.ahead = int(state["again"] is True)
+        self.ahead = int(again is True)
 
     def _state(self, number_of_pass: int, taken: int, rows: int | None, own: Any, *, again: int = 0) -> dict[str, Any]:
         if isinstance(own, Unknown):
