@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +53,7 @@ class Structure:
     paths: tuple[str, ...]
     targets: tuple[Target, ...]
     named: tuple[bool, ...]  # by keep_on_host, as far as that gives names
+    row_leaves: list[set[int]] = field(default_factory=list)  # of the first batch: those as long as it
 
 
 class Parts(NamedTuple):
@@ -84,6 +85,7 @@ class Layout:
         self._paths, self._targets, self._kept, self._options = structure.paths, structure.targets, parts.kept, options
         self._treedef, self._order = structure.treedef, tuple(range(len(leaves)))
         self._rows_leaf = self._find_rows(leaves)
+        self._row_leaves = self._find_row_leaves(leaves, structure.row_leaves)
         self._plan: tuple[int | None, Plan] | None = None  # the last one, with its rows: a pass has one number of them
         self.shards = 1
         if self._rows_leaf is not None:
@@ -119,6 +121,15 @@ class Layout:
             split = split or having
         return split[0] if split else None
 
+    def _find_row_leaves(self, leaves: Sequence[Any], first: list[set[int]]) -> set[int]:
+        """Those as long as the batch; one that was not in the first batch of its structure is so by chance."""
+        axis, rows = self._options.batch_axis, self.rows(leaves)
+        having = [i for i, leaf in enumerate(leaves) if not self._kept[i] and np.ndim(leaf) > axis]
+        found = {i for i in having if leaves[i].shape[axis] == rows}
+        if not first:
+            first.append(found)
+        return found & first[0]
+
     def _make_plan(self, leaves: Sequence[Any], deliver: int | None, number: int, context: Context) -> Plan:
         axis, rows = self._options.batch_axis, self.rows(leaves)
         made = [
@@ -140,7 +151,7 @@ class Layout:
         if self._kept[i]:
             return None, leaf
         axis, target = self._options.batch_axis, self._targets[i]
-        if deliver is None or rows == deliver or np.ndim(leaf) <= axis or leaf.shape[axis] != rows:
+        if deliver is None or rows == deliver or i not in self._row_leaves:
             return target, leaf
         if isinstance(leaf, jax.Array):
             if is_key(leaf):

@@ -60,6 +60,7 @@ class Offer:
 
     Attributes:
         out: the tree of arrays that the source writes into.
+        stowage: where leaves of the plan lie in the slot.
         rows: what `read_into` has returned, once it has: a list, for an interrupt cannot tear its `extend` apart.
     """
 
@@ -67,10 +68,10 @@ class Offer:
         self.plan, self.slot = plan, slot
         self.rows: list[Any] = []
         self._number, self._whole, self._length = number, described.whole, described.length
-        self._stowage: Stowage | None = None
+        self.stowage: Stowage | None = None
         self._places: dict[int, np.ndarray] = {}
         if plan is not None:
-            stowage = self._stowage = slot.once(plan, Stowage)
+            stowage = self.stowage = slot.once(plan, Stowage)
             self._places = stowage.once(described, lambda: _places(described.whole, plan, order, stowage))
         self._written: list[np.ndarray] = []
         for at, leaf in enumerate(self._whole.leaves):
@@ -90,6 +91,7 @@ class Offer:
     def parts(self) -> Parts:
         """What was written: the leaves that are as long as the batch as far as the source has come, others whole."""
         rows, length = self._count(), self._length
+        self._check_written()
         if rows == length:
             return self._whole._replace(leaves=self._written)
         leaves = [leaf[:rows] if leaf.ndim and len(leaf) == length else leaf for leaf in self._written]
@@ -97,7 +99,7 @@ class Offer:
 
     def parcels(self, plan: Plan) -> list[Any] | None:
         """What to put, if the source has written all that this plan sends; else None."""
-        stowage, leaves = self._stowage, self._written
+        stowage, leaves = self.stowage, self._written
         if stowage is None or plan is not self.plan or len(plan.leaves) != len(leaves) or self._count() < self._length:
             return None
         if any(at not in self._places or self._places[at].shape != leaf.shape for at, leaf in enumerate(leaves)):
@@ -107,9 +109,9 @@ class Offer:
     def is_laid_out_for(self, plan: Plan) -> bool:
         """Whether leaves of this plan have their places in the slot; else these may overlap with what was written."""
         offered = self.plan
-        return offered is not None and (
-            plan is offered or (plan.offsets, plan.packing) == (offered.offsets, offered.packing)
-        )
+        if offered is None or plan is offered or isinstance(self.slot, Fresh):
+            return plan is offered
+        return (plan.offsets, plan.packing) == (offered.offsets, offered.packing)
 
     def in_place(self, at: int, leaf: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
         """What to send for a leaf that lies in the slot: zero beyond its rows. None where it has to be copied."""
@@ -122,9 +124,24 @@ class Offer:
         """The batch will not be sent."""
         self.slot.free()
 
+    def _check_written(self) -> None:
+        """Whether `out` is still what the source was given: what it has put in its place was not written."""
+        leaves = jax.tree_util.tree_leaves(self.out)
+        if len(leaves) == len(self._written) and all(map(operator.is_, leaves, self._written)):
+            return
+        paths, own = self._whole.structure.paths, {id(leaf) for leaf in self._written}
+        others = [path for path, leaf in zip(paths, leaves, strict=False) if id(leaf) not in own]
+        what = f", leaf {others[0]}" if others else ""
+        raise ValueError(
+            f"Batch {self._number}{what}: read_into has put something else into out, which is not sent. Write into the "
+            "arrays that are there: out[name][:rows] = values."
+        )
+
     def _count(self) -> int:
         where = f"Batch {self._number}: read_into"
         try:
+            if isinstance(self.rows[0], (bool, np.bool_)):
+                raise TypeError
             rows = operator.index(self.rows[0])
         except TypeError:
             raise TypeError(

@@ -14,7 +14,7 @@ import contextlib
 from jaxprefetch.host.pipeline import EnterContext, Inline, Pipeline
 from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.resume import ResumableSource
-from jaxprefetch.processes.cards import Cards
+from jaxprefetch.processes.cards import Cards, gone
 from jaxprefetch.processes.gate import Gate
 from jaxprefetch.processes.gathered import Gathered
 from jaxprefetch.processes.group import Group
@@ -80,8 +80,10 @@ class Reading:
         return Gate(reader, agreement, cards, stager.filler, length=length, host_size=self._host_size)
 
     def close(self) -> None:
-        """No pass will begin any more; the last one is closed. Once."""
-        if self._begun and self._group is not None and self._service is not None:
-            self._begun = False
+        """No pass will begin any more; the last one is closed. Again, it changes nothing."""
+        group, self._group = self._group, None
+        if group is not None and self._service is not None:
             with contextlib.suppress(RuntimeError):  # the service has gone
-                self._group.leave(self._service)
+                if not self._begun:  # the others may wait for batch 0
+                    group.begin_pass(self._service).fail(0, gone(group.process, 0), closed=True)
+                group.leave(self._service)

@@ -242,7 +242,9 @@ class Stager:
                 leaf = checked(leaf, leaf_plan, number)
                 copied.append(i)
             out.append(leaf if placed is None else placed)
-        return Staged(self._copied(plan, out, copied, offer.slot if as_offered else Fresh()), plan, offer.slot)
+        stowage = offer.stowage if plan is offer.plan else None
+        parcels = self._copied(plan, out, copied, offer.slot if as_offered else Fresh(), stowage)
+        return Staged(parcels, plan, offer.slot)
 
     def _own(self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int) -> Staged:
         """Host memory of our own for every leaf that needs it."""
@@ -250,14 +252,21 @@ class Stager:
         slot = self._memory.take(plan.host_bytes) if copied else Fresh()
         try:
             return Staged(self._copied(plan, leaves, copied, slot), plan, slot)
-        except BaseException:
+        except Exception:  # after a Ctrl-C a copying thread may still write there: it goes when that has ended
             slot.free()
             raise
 
-    def _copied(self, plan: Plan, leaves: list[Any], which: Sequence[int], slot: Slot | Fresh) -> list[Any]:
+    def _copied(
+        self,
+        plan: Plan,
+        leaves: list[Any],
+        which: Sequence[int],
+        slot: Slot | Fresh,
+        stowage: Stowage | None = None,
+    ) -> list[Any]:
         """What to put, once these leaves are where they are sent from."""
         if not (which or plan.packing):
             return leaves
-        stowage = slot.once(plan, Stowage)
+        stowage = stowage or slot.once(plan, Stowage)
         self._copier.copy(stowage.pairs(leaves, which))
         return stowage.parcels(leaves, which)

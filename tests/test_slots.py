@@ -7,8 +7,10 @@ import logging
 import mmap
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import ml_dtypes
 import numpy as np
@@ -266,6 +268,35 @@ for copier in (before, Copier(3)):
 os._exit(0)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_ctrl_c_waits_for_those_who_help(monkeypatch) -> None:
+    """However often it strikes: nobody writes any more when the caller has it, for the memory may be another's then."""
+    came, go_on, ended, strikes = threading.Event(), threading.Event(), [], []
+
+    class Interrupted(SimpleQueue):
+        def get(self, *args, **kwargs):
+            if threading.current_thread() is threading.main_thread() and len(strikes) < 3:
+                strikes.append(None)
+                if len(strikes) == 3:
+                    go_on.set()
+                raise KeyboardInterrupt
+            return super().get(*args, **kwargs)
+
+    def task() -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert came.wait(60)
+            raise KeyboardInterrupt
+        came.set()
+        assert go_on.wait(60)
+        ended.append(None)
+
+    copier = Copier(2)
+    monkeypatch.setattr("jaxprefetch.host.copying.SimpleQueue", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copier.run([task, task])
+    assert len(ended) == 1
+    assert len(strikes) == 3
 
 
 def test_what_is_made_for_a_slot_lasts_as_long_as_its_key() -> None:

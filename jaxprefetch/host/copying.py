@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -41,6 +42,7 @@ Task = Callable[[], object]
 Pair = tuple[np.ndarray, np.ndarray]
 """Where to, and from where: the same shape."""
 
+_NEVER = object()
 _lock = threading.Lock()
 _pools: weakref.WeakValueDictionary[int, _Pool] = weakref.WeakValueDictionary()  # guarded by _lock
 
@@ -107,9 +109,9 @@ class _Pool:
         """
         work, came, left = deque(items), [], SimpleQueue()
         help_out = functools.partial(_help, do, work, came, left)
-        for _ in range(min(helpers, self._threads, len(work) - 1)):
-            self._calls.put(help_out)
         try:
+            for _ in range(min(helpers, self._threads, len(work) - 1)):
+                self._calls.put(help_out)
             while work:
                 try:
                     item = work.popleft()
@@ -117,11 +119,25 @@ class _Pool:
                     break
                 do(item)
         finally:
-            work.clear()  # who comes from now on finds nothing to do
-            errors = [left.get() for _ in list(came)]  # they write to memory that the caller gives away
+            errors = _wait_for(work, came, left)
         for error in errors:
             if error is not None:
                 raise error
+
+
+def _wait_for(
+    work: deque[Any], came: list[None], left: SimpleQueue[BaseException | None]
+) -> list[BaseException | None]:
+    """What those have met who have come: they write to memory that the caller gives away. A Ctrl-C waits, too."""
+    errors: list[BaseException | None] = []
+    interrupt = None
+    while work or len(errors) < len(came):
+        try:
+            work.clear()  # who comes from now on finds nothing to do
+            errors.extend(itertools.islice(iter(left.get, _NEVER), len(came) - len(errors)))  # in C: none is lost
+        except BaseException as error:
+            interrupt = error
+    return [*errors, interrupt]
 
 
 def _help(do: Callable[[T], object], work: deque[T], came: list[None], left: SimpleQueue[BaseException | None]) -> None:
@@ -207,5 +223,11 @@ def _pool(threads: int) -> _Pool:
         return pool
 
 
+def _begin_anew() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have had it
+    _pools.clear()
+
+
 if hasattr(os, "register_at_fork"):  # the threads stay behind: copiers made in the child share pools of its own
-    os.register_at_fork(after_in_child=_pools.clear)
+    os.register_at_fork(after_in_child=_begin_anew)

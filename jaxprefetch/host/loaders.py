@@ -19,9 +19,7 @@ from jaxprefetch.host.foreign import is_of
 def shuffles_anew(source: Any) -> str | None:
     """Why this source's order cannot repeat, with the cure; None where nothing speaks against it."""
     kind, what = type(source), f"this {type(source).__name__}"
-    sampler = getattr(source, "sampler", None)
-    random = "Random" in type(sampler).__name__ and getattr(sampler, "generator", 0) is None
-    if random and is_of(kind, "torch.utils.data", "DataLoader"):
+    if is_of(kind, "torch.utils.data", "DataLoader") and any(map(_draws_globally, _samplers(source))):
         return (
             f"{what} shuffles with the global random state, so its order does not repeat. Give it a generator of its "
             "own (generator=torch.Generator().manual_seed(0))."
@@ -39,11 +37,8 @@ def shuffles_anew(source: Any) -> str | None:
 def forgets(source: Any) -> str | None:
     """Why this source's own state does not bring it back exactly; None where nothing speaks against it."""
     streamed = next(filter(is_streamed, (source, getattr(source, "dataset", None))), None)
-    examples = getattr(streamed, "_ex_iterable", None)
-    while examples is not None:
-        if type(examples).__name__ == "BufferShuffledExamplesIterable":
-            return "its state leaves out what is in the buffer that it shuffles in."
-        examples = getattr(examples, "ex_iterable", None)
+    if any(type(examples).__name__ == "BufferShuffledExamplesIterable" for examples in _streams(streamed)):
+        return "its state leaves out what is in the buffer that it shuffles in."
     return None
 
 
@@ -61,6 +56,27 @@ def worker_shutdown(iterator: Any) -> Callable[[], None] | None:
     if not is_of(type(iterator), "torch.utils.data", "_MultiProcessingDataLoaderIter"):
         return None
     return None if getattr(iterator, "_persistent_workers", True) else getattr(iterator, "_shutdown_workers", None)
+
+
+def _samplers(sampler: Any) -> Iterator[Any]:
+    """PyTorch's samplers below a loader or a sampler: those of batches have one of indices."""
+    for other in (getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None)):
+        if other is not None:
+            yield other
+            yield from _samplers(other)
+
+
+def _draws_globally(sampler: Any) -> bool:
+    return "Random" in type(sampler).__name__ and getattr(sampler, "generator", 0) is None
+
+
+def _streams(stream: Any) -> Iterator[Any]:
+    """What a stream of Hugging Face is made of."""
+    below = [getattr(stream, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    for examples in (*below, *(getattr(stream, "ex_iterables", None) or ())):
+        if examples is not None:
+            yield examples
+            yield from _streams(examples)
 
 
 def _draws_its_seed(dataset: Any) -> bool:
