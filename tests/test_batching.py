@@ -165,6 +165,16 @@ def test_the_mask_is_sharded_like_the_rows(spec: P, axis: int, mask_spec: P) -> 
     assert out["mask"].committed
 
 
+@pytest.mark.parametrize("host_size", [0, 4])
+def test_pad_leaves_a_table_alone_that_is_as_long_as_a_short_batch(host_size: int) -> None:
+    """Which leaves have rows is told by the first batch."""
+    source = [{"x": np.ones((rows, 2), np.float32), "z": np.arange(3)} for rows in (4, 3, 2)]
+    with prefetch_to_device(source, last_batch="pad", host_size=host_size) as batches:
+        for out in batches:
+            assert out["x"].shape == (4, 2)
+            np.testing.assert_array_equal(out["z"], np.arange(3))
+
+
 def test_pad_leaves_other_leaves_alone() -> None:
     """Leaves without the batch's rows are not padded: other lengths, no axis, numbers, kept ones, None."""
     batch = {"x": rows(5), "table": rows(4), "scale": np.float32(2), "n": 3, "ids": np.arange(5), "none": None}

@@ -160,6 +160,20 @@ def test_a_shuffled_stream_is_resumed_by_replay_only():
     assert got == expected
 
 
+@pytest.mark.parametrize("joined", ["interleave_datasets", "concatenate_datasets"])
+def test_a_shuffle_is_found_below_other_streams(joined):
+    """The same where a stream that is shuffled is one of several."""
+    import datasets
+
+    parts = [data("streaming").shuffle(seed=3, buffer_size=6), data("streaming")]
+    source = getattr(datasets, joined)(parts).with_format("numpy").batch(5)
+    with (
+        prefetch_to_device(source) as batches,
+        pytest.raises(TypeError, match=r'state leaves out what is in the buffer .*pass resume="replay"'),
+    ):
+        batches.get_state()
+
+
 def test_a_map_style_data_set_is_resumed_by_replay():
     """It has no state of its own."""
 

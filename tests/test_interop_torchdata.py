@@ -84,6 +84,24 @@ def test_shuffling_without_a_generator_is_refused():
     prefetch_to_device(loader(generator=None, shuffle=False), resume="replay").close()
 
 
+@pytest.mark.parametrize("generator", [None, 0])
+@pytest.mark.parametrize("place", ["batch_sampler", "sampler"])
+def test_shuffling_below_a_sampler_of_batches_is_refused(place, generator):
+    """So it is where the random sampler is one that another takes its indices from."""
+    import torch
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+    data = torch.arange(12)
+    own = None if generator is None else torch.Generator().manual_seed(generator)
+    batches = BatchSampler(RandomSampler(data, generator=own), 4, False)
+    made = DataLoader(data, **({"batch_size": None} if place == "sampler" else {}) | {place: batches})
+    if own is None:
+        with pytest.raises(ValueError, match="this DataLoader shuffles with the global random state"):
+            prefetch_to_device(made, resume="replay")
+    else:
+        prefetch_to_device(made, resume="replay").close()
+
+
 def test_plain_loader_is_refused_with_the_cure():
     """PyTorch's own loader has no state."""
     with (

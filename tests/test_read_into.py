@@ -516,3 +516,52 @@ def test_a_short_batch_that_takes_more_memory_than_was_offered_gets_it(monkeypat
     replicated = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec())
     with prefetch_to_device(source, sharding=replicated, max_host_bytes=4000) as batches:
         assert [len(out["a"]) for out in batches] == [300, 300, 100]
+
+
+class Writes:
+    """Writes `count` batches of four rows, all values the number of the batch, by `write`."""
+
+    def __init__(self, count: int, write: Any, **dtypes: Any):
+        self.element_spec = {name: jax.ShapeDtypeStruct((4,), dtype) for name, dtype in dtypes.items()}
+        self._numbers, self._write = iter(range(1, count + 1)), write
+
+    def read_into(self, out: Any) -> Any:
+        number = next(self._numbers, 0)
+        return self._write(out, number) if number else 0
+
+
+def fill(out: Any, number: int) -> int:
+    for leaf in out.values():
+        leaf[:] = number
+    return 4
+
+
+@pytest.mark.parametrize("last", [np.float32, np.int64])
+def test_small_leaves_travel_packed_from_memory_that_is_not_used_again(last, monkeypatch) -> None:
+    """Also beside a leaf that is converted on its way: what was written in place is what arrives."""
+    monkeypatch.setattr(packing, "PLATFORMS", ("cpu",))
+    dtypes = {"a": np.float32, "b": np.float32, "c": np.float32, "d": last}
+    for number, out in enumerate(prefetch_to_device(Writes(3, fill, **dtypes)), 1):
+        jax.tree.map(lambda leaf, number=number: np.testing.assert_array_equal(leaf, np.full(4, number)), out)
+
+
+def test_a_leaf_that_is_replaced_is_not_sent() -> None:
+    """What was put into `out` instead of being written there is an error, not whatever was in that memory before."""
+
+    def replace(out: Any, number: int) -> int:
+        out["y"] = np.full(4, number, np.float32)
+        return 4
+
+    text = r"Batch 0, leaf y: read_into has put something else into out.*\[:rows\]"
+    source = Writes(2, replace, x=np.float32, y=np.float32)
+    with prefetch_to_device(source) as batches, pytest.raises(ValueError, match=text):
+        next(batches)
+
+
+@pytest.mark.parametrize("rows", [True, np.True_])
+def test_a_truth_is_no_number_of_rows(rows) -> None:
+    """True would be one row of those that were written."""
+    source = Writes(2, lambda out, number: rows, x=np.float32)
+    text = r"Batch 0: read_into returned .*True.*, no number of rows"
+    with prefetch_to_device(source) as batches, pytest.raises(TypeError, match=text):
+        next(batches)

@@ -291,6 +291,17 @@ def leaving(rank: int, folder: pathlib.Path) -> None:
 
 
 @scenario
+def never_begun(rank: int, folder: pathlib.Path) -> None:
+    """When one closes its prefetcher before its first batch, the other learns it, and the next one is not concerned."""
+    with prefetch(some(rank, 10)) as batches:
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="Batch 0: process 1 has left the loop"):
+                next(batches)
+    with prefetch(some(rank, 4)) as batches:
+        assert firsts(batches) == expected(rank, 4)
+
+
+@scenario
 def together(rank: int, folder: pathlib.Path) -> None:
     """When both leave at the same batch nobody is told anything, and the next prefetcher knows nothing of it."""
     for way in WAYS.values():
