@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from types import TracebackType
 
-KEEP = "Name it in keep_on_host to receive it as it is, or leave it out of the batch."
+KEEP = "Name it in keep_on_host of prefetch_to_device to receive it as it is, or leave it out of the batch."
 """The cure for a leaf that cannot go to a device."""
 
 

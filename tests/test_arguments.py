@@ -155,8 +155,9 @@ def test_leaves_to_keep_and_switches_are_taken_as_they_are_documented(keep, fres
         (7, "source: expected an iterable of batches, got int"),
         (None, "source: expected an iterable of batches, got NoneType"),
         (object(), "source: expected an iterable of batches, got object"),
+        (iter, "got builtin_function_or_method <built-in function iter>. Call it, and pass what it returns."),
     ],
-    ids=["dict", "str", "bytes", "int", "None", "object"],
+    ids=["dict", "str", "bytes", "int", "None", "object", "function"],
 )
 def test_source_that_gives_no_batches_is_an_error_at_once(source, match):
     """What is no iterable of batches is refused by the call itself."""

@@ -66,7 +66,9 @@ class Source:
                 "Pass an iterable of batches; a single one goes into a list."
             )
         if not any(hasattr(source, name) for name in ("__iter__", "__next__", "__getitem__", "read_into")):
-            raise TypeError(f"source: expected an iterable of batches, got {type(source).__name__} {source!r:.100}.")
+            what = f"{type(source).__name__} {source!r:.100}"
+            cure = " Call it, and pass what it returns." if callable(source) else ""
+            raise TypeError(f"source: expected an iterable of batches, got {what}.{cure}")
         forks.watch()
         self._source = source
         is_iterator = hasattr(source, "__next__") or (writes_batches(source) and not hasattr(source, "__iter__"))
