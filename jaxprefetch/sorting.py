@@ -52,7 +52,7 @@ class Sorting:
         copied: list[int] = []
         separate = Separate()
         for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
-            leaf = leaves[at] if at < len(leaves) else mask(leaf_plan, rows)
+            leaf = leaf_at(at, leaves, leaf_plan, rows)
             if leaf_plan.target is None:
                 leaf = self._kept(leaf, separate)
             elif leaf_plan.made:
@@ -99,6 +99,6 @@ def checked(leaf: Any, plan: LeafPlan, number: int) -> Any:
     return leaf
 
 
-def mask(plan: LeafPlan, rows: int) -> np.ndarray:
-    """Which rows are real."""
-    return np.arange(plan.shape[0]) < rows
+def leaf_at(at: int, leaves: Sequence[Any], plan: LeafPlan, rows: Any) -> Any:
+    """This leaf of the batch; one past the last is the mask, which says what rows are real."""
+    return leaves[at] if at < len(leaves) else np.arange(plan.shape[0]) < rows

@@ -34,7 +34,7 @@ from jaxprefetch.layout import Layout, Parts, Staged, StagingOptions, Structure,
 from jaxprefetch.offer import Described, Offer, stand_in
 from jaxprefetch.recent import Recent
 from jaxprefetch.shapes import Shapes
-from jaxprefetch.sorting import Sorting, checked, mask
+from jaxprefetch.sorting import Sorting, checked, leaf_at
 from jaxprefetch.stowage import Stowage
 
 
@@ -236,7 +236,7 @@ class Stager:
         out: list[Any] = []
         copied: list[int] = []
         for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
-            leaf = leaves[at] if at < len(leaves) else mask(leaf_plan, rows)
+            leaf = leaf_at(at, leaves, leaf_plan, rows)
             placed = offer.in_place(at, leaf, leaf_plan.shape) if as_offered or i in plan.offsets else None
             if leaf_plan.made and placed is None:
                 leaf = checked(leaf, leaf_plan, number)
