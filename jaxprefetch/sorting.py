@@ -67,7 +67,7 @@ class Sorting:
         whole = range(len(leaves))
         if not (self._fresh_buffers or self._fresh_tensors) or not (alone := [i for i in whole if i in plan.offsets]):
             return whole
-        separate = Separate()
+        separate = Separate() if len(alone) > 1 else None
         sent = {i for i in alone if self._goes_as_it_is(leaves[i], plan.leaves[i], separate)}
         return [i for i in whole if i not in sent] if sent else whole
 
@@ -76,12 +76,13 @@ class Sorting:
             return leaf
         return copy_kept(leaf)
 
-    def _goes_as_it_is(self, leaf: np.ndarray, plan: LeafPlan, separate: Separate) -> bool:
+    def _goes_as_it_is(self, leaf: np.ndarray, plan: LeafPlan, separate: Separate | None) -> bool:
+        """Nothing to be apart from (`separate` is None) is what a leaf has that is the only one sent from there."""
         return (
             (self._fresh_buffers or (self._fresh_tensors and is_pinned_tensor(leaf)))
             and (leaf.dtype, leaf.shape) == (plan.dtype, plan.shape)
             and self._sent_directly(leaf)
-            and separate.claims(leaf)
+            and (separate is None or separate.claims(leaf))
         )
 
 

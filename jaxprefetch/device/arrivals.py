@@ -44,7 +44,7 @@ class Arrivals:
 
     def wait(self, number: int) -> bool:
         """Waits for an item; False when it will never come, as when the interpreter exits."""
-        with self._times.waiting_for_source():
+        with self._times.for_source:
             if not self._staging.wait(number, SAY_AFTER_SECONDS):
                 logger.warning(
                     "jaxprefetch: next() has waited %.0f s for the source to make batch %d.", SAY_AFTER_SECONDS, number
@@ -54,7 +54,7 @@ class Arrivals:
 
     def wait_briefly(self, number: int, seconds: float) -> bool:
         """Waits for an item at most so long; False when it will never come."""
-        with self._times.waiting_for_source():
+        with self._times.for_source:
             return not self._staging.wait(number, seconds) or number in self.items
 
     def cancel(self) -> None:

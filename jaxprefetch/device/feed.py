@@ -74,10 +74,11 @@ class Feed:
 
         Raises what the source, staging or putting raised, every time again; StopIteration at the end or when closed.
         """
-        window, started, waited_for_source = self.window, time.perf_counter(), self.times.source_ns
+        window, started, waited_for_source = self.window, time.perf_counter(), self.times.for_source.ns
         window.call()
         while not self.closed:
-            self._look()
+            if not window.staged:
+                self._look()
             do, number = window.decide()
             if do is Do.HAND_OUT:
                 return self._hand_out(number)
@@ -97,7 +98,7 @@ class Feed:
             elif do is Do.AWAIT_SOURCE:
                 self._await_source()
             elif do is Do.AWAIT_STAGED:
-                seen = self.times.source_ns == waited_for_source
+                seen = self.times.for_source.ns == waited_for_source
                 self._await_staged(number, time.perf_counter() - started, step_seen=seen)
             else:
                 self._fail(no_room(window, number - self.first))
@@ -163,7 +164,7 @@ class Feed:
         self._arrivals.items.pop(number - self.first, None)  # or after it was issued
         issued, failure = self._issued[number], None
         try:
-            with self.times.waiting_for_room("landing"):
+            with self.times.for_landing:
                 landed = wait_landed(issued.arrays)
         except Exception as error:
             add_note(error, f"jaxprefetch: raised while batch {number - self.first} was on its way to its devices")
@@ -211,7 +212,7 @@ class Feed:
     def _await_fence(self, number: int) -> None:
         self._give_room()
         covering = number
-        with self.times.waiting_for_room("fence"), self._keeping(number):
+        with self.times.for_fence, self._keeping(number):
             covering = self._fences.wait(number)
         self._fence_done(covering)
 
@@ -224,7 +225,7 @@ class Feed:
         devices = self.window.cost_of(number).keys()
         later = [i for j, i in self._issued.items() if j >= self.window.taken and i.proves(devices)]
         self._give_room()
-        with self.times.waiting_for_room("landing"), self._keeping(number):
+        with self.times.for_landing, self._keeping(number):
             jax.block_until_ready(later[0].made if later else put_marker(tuple(self._devices)))
         self.window.proved(number)
         self._sending.free(self.window.has_landed)

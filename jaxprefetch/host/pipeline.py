@@ -105,7 +105,8 @@ class Pipeline:
         self._pulls: Iterator[Any] | None = None  # what calls the iterator, in C
         self._number = -1
         self._raw: list[Any] = []  # batch `_number`, once it is pulled
-        self._writes = False  # the source writes its batches itself
+        self._has_places = False  # the source has a state of its own
+        self._writes = False  # it writes its batches itself
         self._offer: Offer | None = None  # what it writes batch `_number` into
 
     def advance(self, number: int, reserve: Reserve, caught: type[BaseException] = BaseException) -> Any:
@@ -158,7 +159,7 @@ class Pipeline:
         times = self.times
         start = times.working_ns()
         with TraceAnnotation("jaxprefetch.pull"):
-            pulls = self._ask(number, self._open)
+            pulls = self._pulls or self._ask(number, self._open)
             if self._writes:
                 self._read(number, reserve)
             else:  # in one call of C's: no interrupt comes between the source's return and that
@@ -178,14 +179,15 @@ class Pipeline:
                 raise Cancelled
             if self.iterator is None:
                 self.iterator = self._source.open()
-            self._note_place(0, self._source.place(self.iterator))
+            self._has_places = self._source.has_places(self.iterator)
+            self._pulled(-1)
             self._writes = writes_batches(self.iterator)
             self._pulls = itertools.starmap(next, itertools.repeat((self.iterator,)))
         return self._pulls
 
     def _pulled(self, number: int) -> None:
-        """Notes the source's own state behind this batch, before the next one is pulled."""
-        if number + 1 not in self.places:
+        """Notes the source's own state behind this batch (-1: before the first), before the next one is pulled."""
+        if self._has_places and number + 1 not in self.places:
             self._note_place(number + 1, self._source.place(self.iterator))
 
     def _note_place(self, pulled: int, place: Any) -> None:

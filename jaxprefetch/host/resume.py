@@ -100,14 +100,16 @@ class ResumableSource(Source):
                 )
         return iterator
 
-    def place(self, iterator: Any) -> Any:
-        """A copy of the source's own state, behind the batch pulled last; None where it has none.
-
-        Called by whoever pulls; an iterator that `open` has given is the caller's from now on.
-        """
+    def has_places(self, iterator: Any) -> bool:
+        """Whether it has a state of its own. The iterator, which `open` has given, is the caller's from now on."""
         if iterator is self._opened:
             self._opened = None
-        self.resumable = self.resumable or _has_state(iterator)
+        has_state = _has_state(iterator)
+        self.resumable = self.resumable or has_state
+        return self._loads or (has_state and not self.replays)
+
+    def place(self, iterator: Any) -> Any:
+        """A copy of the source's own state, behind the batch pulled last."""
         return self._own(iterator)
 
     def place_before(self) -> Any:

@@ -78,8 +78,12 @@ class Source:
         """The iterator of one pass."""
         return iter(self._source) if hasattr(self._source, "__iter__") or self.reiterable else self._source
 
+    def has_places(self, iterator: Any) -> bool:
+        """Whether it has a state of its own behind each batch of this iterator. Called once, by whoever pulls."""
+        return False
+
     def place(self, iterator: Any) -> Any:
-        """Its own state behind what was pulled from this iterator; None: it has none, or it is not kept."""
+        """Its own state behind what was pulled from this iterator."""
 
     def place_after(self) -> Any:
         """Its own state from which the next pass begins; None as above."""
