@@ -24,10 +24,10 @@ from typing import Any, Literal, TypeVar
 from jaxprefetch.arguments import check_function, integer
 from jaxprefetch.cadence import Every, cadence
 from jaxprefetch.checkpoints import Checkpoints
-from jaxprefetch.delivery import Delivery, Hook
 from jaxprefetch.errors import add_note
 from jaxprefetch.evaluation import refuse_options
 from jaxprefetch.host.source import WritesBatches
+from jaxprefetch.metrics import Hook, MetricsDelivery
 from jaxprefetch.passes import END, Passes
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
@@ -142,7 +142,7 @@ def train_loop(
         raise TypeError(
             f"checkpoints: expected Checkpoints or a path, got {type(checkpoints).__name__} {checkpoints!r}."
         )
-    delivery = Delivery(
+    delivery = MetricsDelivery(
         hooks,
         every_steps=integer("log_every_steps", log_every_steps, 1),
         finite="loss" if stop_on_non_finite is True else stop_on_non_finite or None,
@@ -168,7 +168,9 @@ def train_loop(
 class _Run:
     """One call of `train_loop`."""
 
-    def __init__(self, step: Any, state: Any, num_steps: int, delivery: Delivery, evaluation: Every, saving: Every):
+    def __init__(
+        self, step: Any, state: Any, num_steps: int, delivery: MetricsDelivery, evaluation: Every, saving: Every
+    ):
         self.step, self.state, self.num_steps = step, state, num_steps
         self.delivery, self.evaluation, self.saving = delivery, evaluation, saving
         self.done = self.resumed_from = 0
