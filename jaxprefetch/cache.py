@@ -154,7 +154,7 @@ class DeviceCache(Generic[T]):
             epochs = integer("epochs", epochs, 0)
             if replace:
                 raise ValueError("epochs: drawing with replacement has no epochs. Pass replace=False, or no epochs.")
-        return CacheBatches(self, batch_size, self._layout.shards, key, replace=bool(replace), epochs=epochs)
+        return CacheBatches(self._serve, batch_size, self._layout.shards, key, replace=bool(replace), epochs=epochs)
 
     def insert(self, examples: T, slots: Any = None) -> None:
         """Replaces examples in place: the oldest, or those in named slots. Slots without an example count as oldest.
