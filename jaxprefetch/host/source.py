@@ -85,19 +85,6 @@ class Source:
         """Its own state from which the next pass begins; None as above."""
 
 
-def exact_length(source: Any) -> int | None:
-    """How many batches a pass has, where `len()` tells: of sequences, and of PyTorch's loaders over such."""
-    sequence = getattr(source, "dataset", source)  # what a loader splits; its own length counts batches
-    if any(kind.__name__ == "IterableDataset" for kind in type(sequence).__mro__):
-        return None  # its length is a guess, and each worker may go through all of it
-    if not (hasattr(sequence, "__getitem__") and hasattr(sequence, "__len__") and hasattr(source, "__len__")):
-        return None
-    try:
-        return len(source)
-    except TypeError:
-        return None
-
-
 def writes_batches(iterator: Any) -> bool:
     """Whether it writes its batches into memory that it is given."""
     return callable(getattr(iterator, "read_into", None))
