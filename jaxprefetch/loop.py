@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from jaxprefetch.arguments import check_function, integer
+from jaxprefetch.arguments import check_function, integer, refuse_options
 from jaxprefetch.cadence import Every, cadence
 from jaxprefetch.checkpoints import Checkpoints
 from jaxprefetch.errors import add_note
-from jaxprefetch.evaluation import refuse_options
 from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.metrics import Hook, MetricsDelivery
 from jaxprefetch.passes import END, Passes
