@@ -19,12 +19,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from jaxprefetch.errors import SAY_AFTER_SECONDS
 from jaxprefetch.host.pipeline import End
 
 logger = logging.getLogger("jaxprefetch")
-
-SAY_AFTER_SECONDS = 10.0
-"""A wait without a timeout that has lasted so long is logged, once a wait."""
 
 
 class Closed(Exception):
