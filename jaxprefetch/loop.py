@@ -108,7 +108,8 @@ def train_loop(
         eval_every_steps: when it is called, besides after the last step.
         checkpoints: where the state and the place in the input are saved, while the loop goes on. If there is a
             checkpoint already, the run goes on from the latest.
-        save_every_steps, save_every_seconds: when, besides after the last step.
+        save_every_steps, save_every_seconds: when, besides after the last step. Several processes save together, and
+            their clocks differ: give them steps, not seconds.
         stop_on_non_finite: ends the run when the metric "loss", or the one of this name, is infinite or not a number,
             at most 8 steps later; the state is not saved then.
         progress: shows a bar; None does if tqdm is installed and the output is a terminal.

@@ -65,7 +65,7 @@ class CacheBatches(Generic[T]):
         return self._serve("next", self._drawn if self._replace else self._dealt)
 
     def get_state(self) -> dict[str, Any]:
-        """After the last batch taken: plain numbers, the key's data, and the name of its implementation."""
+        """After the last batch taken: plain numbers, the key's data and its implementation's name. Never blocks."""
         return {
             "taken": self._taken,
             "epoch": self._epoch,
@@ -76,7 +76,7 @@ class CacheBatches(Generic[T]):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from there, with the same batches if the cache, too, is as it was.
+        """Goes on from there, with the same batches if the cache, too, is as it was. Never blocks.
 
         Raises:
             ValueError: it is no state of such batches; nothing has changed.

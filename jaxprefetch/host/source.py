@@ -27,6 +27,9 @@ class WritesBatches(Protocol):
     """What an iterator, or a source that cannot be iterated, may have: it writes its batches into memory it is given.
 
     `__next__`, which iterators have besides, is not called then. StopIteration, from either, is the end, too.
+
+    Blocking: both may take their time: they are called by the thread that reads, with `host_size=0` by the loop's. What
+        they raise arrives at the batch that it was raised for.
     """
 
     @property
