@@ -120,8 +120,7 @@ class DeviceCache(Generic[T]):
             ValueError: row and slot are on different devices, or the cache is empty.
             Exception: what the source of `refresh` raised, if its examples are due now; once.
 
-        Blocking: with a deterministic `refresh`, for examples that are due and late; while the call is compiled, once
-            for each number of rows.
+        Blocking: at first, while it is compiled; with a deterministic `refresh`, for examples that are due and late.
         """
         with self._alone("take"):
             if isinstance(indices, jax.Array):
