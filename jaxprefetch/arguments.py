@@ -108,6 +108,19 @@ def seconds(name: str, value: Any, *, least: float = 0.0) -> float:
     return float(value)
 
 
+def refuse_options(**options: Any) -> None:
+    """Options that a prefetcher already has cannot be given for it again.
+
+    Raises:
+        TypeError: one is not None.
+    """
+    if given := [name for name, value in options.items() if value is not None]:
+        raise TypeError(
+            f"{', '.join(given)}: the source is a DevicePrefetcher, which has been made with its own. Leave "
+            "them out here, or pass the bare source."
+        )
+
+
 def _index(value: Any) -> int | None:
     """The value as an integer; None where it is none, or a bool."""
     if isinstance(value, (bool, np.bool_)):

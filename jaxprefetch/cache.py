@@ -22,9 +22,7 @@ from jaxprefetch.device.examples import ResidentLayout
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.example_spec import ExampleSpec, as_int32, check_slots
 from jaxprefetch.host.states import check_state
-from jaxprefetch.prefetch import prefetch_to_device
-from jaxprefetch.prefetcher import DevicePrefetcher
-from jaxprefetch.refresh import Refresh
+from jaxprefetch.refresh import Refresh, refresh_of
 from jaxprefetch.room import check_room
 from jaxprefetch.sampling import CacheBatches, Read
 from jaxprefetch.store import Store, rows_of
@@ -53,7 +51,10 @@ class DeviceCache(Generic[T]):
             before anything is allocated.
         jax.errors.JaxRuntimeError: the devices have no memory for them after all.
 
-    Thread safety: one thread at a time, the one that runs the steps. Other threads hand it examples through `refresh`.
+    Blocking: while the calls are compiled, and as `insert` for the first examples.
+
+    Thread safety: one thread at a time, the one that runs the steps: what reads or changes examples raises RuntimeError
+        meanwhile, and ValueError after `close()`. Other threads hand it examples through `refresh`.
     """
 
     def __init__(self, capacity: int, examples: T, *, sharding: Any = None, max_bytes: int | str | None = None):
@@ -116,11 +117,10 @@ class DeviceCache(Generic[T]):
 
         Raises:
             IndexError: there is no such slot, or it holds no example; nothing has changed, no take is counted.
-            ValueError: row and slot are on different devices, or the cache is closed or empty.
-            RuntimeError: another thread uses the cache.
+            ValueError: row and slot are on different devices, or the cache is empty.
             Exception: what the source of `refresh` raised, if its examples are due now; once.
 
-        Blocking: with a deterministic `refresh`, for examples that are due and late.
+        Blocking: at first, while it is compiled; with a deterministic `refresh`, for examples that are due and late.
         """
         with self._alone("take"):
             if isinstance(indices, jax.Array):
@@ -143,6 +143,8 @@ class DeviceCache(Generic[T]):
 
         Raises:
             TypeError, ValueError: an argument is not what it should be.
+
+        Blocking: until `key` is computed, for it is read.
         """
         batch_size = integer("batch_size", batch_size, 1)
         check_switch("replace", replace)
@@ -154,7 +156,7 @@ class DeviceCache(Generic[T]):
             epochs = integer("epochs", epochs, 0)
             if replace:
                 raise ValueError("epochs: drawing with replacement has no epochs. Pass replace=False, or no epochs.")
-        return CacheBatches(self, batch_size, self._layout.shards, key, replace=bool(replace), epochs=epochs)
+        return CacheBatches(self._serve, batch_size, self._layout.shards, key, replace=bool(replace), epochs=epochs)
 
     def insert(self, examples: T, slots: Any = None) -> None:
         """Replaces examples in place: the oldest, or those in named slots. Slots without an example count as oldest.
@@ -168,7 +170,9 @@ class DeviceCache(Generic[T]):
 
         Raises:
             IndexError, TypeError, ValueError, OverflowError: they are no such examples or slots; nothing has changed.
-            RuntimeError: another thread uses the cache.
+
+        Blocking: while host arrays are copied, 64 MiB for each device at a time, and until all of these pieces but the
+            last have landed: one piece waits for no step, more of them may. A `jax.Array` is not waited for.
         """
         with self._alone("insert"):
             store = self._store
@@ -201,20 +205,28 @@ class DeviceCache(Generic[T]):
 
         Raises:
             TypeError, ValueError: an argument is not what it should be.
+            RuntimeError: no thread can be had.
+
+        Blocking: where it ends another refresh, as closing a prefetcher does. The source is not waited for here.
         """
         every_takes = integer("every_takes", every_takes, 1)
         check_switch("deterministic", deterministic)
         with self._alone("refresh"):
-            new = None if source is None else self._prefetched(source, fresh_buffers)
+            new = None
+            if source is not None:
+                new = refresh_of(self._store, source, every_takes, bool(deterministic), fresh_buffers=fresh_buffers)
             old, self._refresh = self._refresh, None
             if old is not None:
                 old.close()
+            self._refresh = new
             if new is not None:
-                self._refresh = Refresh(new, every_takes, bool(deterministic))
-                new.start_prefetch()
+                new.start()
 
     def get_state(self) -> dict[str, Any]:
-        """All examples in host memory, their ages, and the counts of takes and refreshes. Blocking: for the copy."""
+        """All examples in host memory, `(capacity, ...)`, their ages, and the counts of takes and refreshes.
+
+        Blocking: until what was dispatched to write them is done, and for the copy.
+        """
         with self._alone("get_state"):
             return self._store.get_state() | {"takes": self._takes, "refreshes": self._refreshes}
 
@@ -223,6 +235,8 @@ class DeviceCache(Generic[T]):
 
         Raises:
             TypeError, ValueError: it is no state of a cache like this one, or a refresh has begun; nothing has changed.
+
+        Blocking: as `insert`.
         """
         with self._alone("set_state"):
             if self._refresh is not None:
@@ -239,17 +253,6 @@ class DeviceCache(Generic[T]):
         if self._refresh is not None:
             self._refresh.close()
         self._store.resident.delete()
-
-    def _prefetched(self, source: Iterable[T], fresh_buffers: bool) -> DevicePrefetcher[T]:
-        shardings = self._store.tree([leaf.target.sharding for leaf in self._layout.leaves])
-        with self._layout.context.entered():
-            return prefetch_to_device(
-                source,
-                1,  # what is due is put a take ahead by the refresh itself
-                sharding=shardings if self._layout.axis.committed else None,
-                host_size=2,
-                fresh_buffers=fresh_buffers,
-            )
 
     # ---- one call at a time
 

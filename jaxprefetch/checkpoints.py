@@ -45,6 +45,9 @@ class Checkpoints:
 
     Each has the items `state` (a pytree, as `StandardSave` writes it) and `input` (JSON).
 
+    In a multi-process run all processes make one, for a directory that all of them see, and all of them save and
+    restore, in the same order.
+
     Args:
         directory: where they are; made if it does not exist.
         max_to_keep: the latest so many are kept.
@@ -55,6 +58,8 @@ class Checkpoints:
     Raises:
         TypeError, ValueError: an argument is not what it should be.
         ModuleNotFoundError: Orbax is not installed.
+
+    Blocking: in a multi-process run, for the other processes.
     """
 
     def __init__(
@@ -107,11 +112,21 @@ class Checkpoints:
     ) -> None:
         """Saves what is after `step` steps: `state`, and which batches were taken up to now.
 
-        Blocking: until `state` is computed and copied to the host, and an earlier save is done; it is then written by
-        Orbax's threads, and the next step may donate it.
+        In a multi-process run it is a collective: every process calls it, in the same place and for the same step. By
+        `batches` each adds its own place in the input, which all of them exchange.
+
+        Args:
+            step: steps done; what the checkpoint is called.
+            state: a pytree of arrays and numbers; Flax NNX objects may be among them.
+            batches: whose place is saved; its `get_state()` may wait for its first batch.
+            metrics: numbers by name, of which others than `int` and `float` are left out; saved with `best_metric`.
+
+        Blocking: until `state` is computed and copied to the host, an earlier save is done, and, in a multi-process
+            run, all processes have come here. It is then written by Orbax's threads, and the next step may donate it.
 
         Raises:
             ValueError: the step is no count, or has been saved already.
+            TypeError: `batches` cannot be resumed.
             Exception: what an earlier save raised on its thread.
         """
         step = integer("step", step, 0)
@@ -129,7 +144,7 @@ class Checkpoints:
             state: a new state: its structure, shapes, dtypes and shardings are those of the result. Flax NNX modules
                 in it are updated themselves.
             batches: a prefetcher that has not begun; its source must be newly made.
-            step: which checkpoint; None for the latest.
+            step: which checkpoint; None for the latest. In a multi-process run the same in all processes.
 
         Returns:
             `state` as it is and 0 if there are no checkpoints, and `step` is None.
@@ -137,7 +152,12 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint has no state of the input, a damaged one, or that of another number of processes,
                 and the source is not Grain's `ElasticIterator`.
-            Exception: Orbax's, if the checkpoint does not fit `state` or does not exist.
+            TypeError: `batches` cannot be resumed.
+            Exception: Orbax's, if the checkpoint does not fit `state` or does not exist; what the source raises when it
+                is given its state.
+
+        Blocking: until the checkpoint is read and, in a multi-process run, for the other processes; then while the
+            source takes its state. With `resume="replay"` it is gone through later, when its first batch is asked for.
         """
         if step is None and (step := self.latest_step) is None:
             return state, 0
@@ -153,11 +173,11 @@ class Checkpoints:
         return _filled(state, jax.tree.map(_like, given, restored["state"])), step
 
     def wait(self) -> None:
-        """Blocking: until all that was saved is written."""
+        """Blocking: until all that was saved is written. Raises what that has raised on Orbax's threads."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends Orbax's threads."""
+        """As `wait()`, and ends Orbax's threads."""
         self._manager.close()
 
     def __enter__(self) -> Checkpoints:

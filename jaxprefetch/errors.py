@@ -13,6 +13,8 @@ from types import TracebackType
 
 KEEP = "Name it in keep_on_host of prefetch_to_device to receive it as it is, or leave it out of the batch."
 """The cure for a leaf that cannot go to a device."""
+SAY_AFTER_SECONDS = 10.0
+"""A wait without a timeout that has lasted so long is logged, once a wait."""
 
 
 def add_note(error: BaseException, text: str, *, unless: str | None = None) -> None:

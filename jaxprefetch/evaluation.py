@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxprefetch.arguments import check_function
+from jaxprefetch.arguments import check_function, refuse_options
 from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.late import LateMetrics
 from jaxprefetch.prefetch import prefetch_to_device
@@ -83,19 +83,6 @@ def evaluate(
         raise ValueError("evaluate: the source has no rows. One-shot iterators serve one evaluation; pass an iterable.")
     sums = LateMetrics().read(0, totals[0])
     return {name: value / rows for name, value in sums.items()}
-
-
-def refuse_options(**options: Any) -> None:
-    """Options that a prefetcher already has cannot be given for it again.
-
-    Raises:
-        TypeError: one is not None.
-    """
-    if given := [name for name, value in options.items() if value is not None]:
-        raise TypeError(
-            f"{', '.join(given)}: the source is a DevicePrefetcher, which has been made with its own. Leave "
-            "them out here, or pass the bare source."
-        )
 
 
 def _totals(step: Callable[[Any, Any], Any], state: Any, batches: Iterable[Any], mask_key: Hashable) -> Any:

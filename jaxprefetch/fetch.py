@@ -54,6 +54,8 @@ def fetch_to_host(outputs: Iterable[T], size: int = 4, *, max_bytes: int | str |
     Raises:
         ValueError: `size` or `max_bytes` is not what it should be.
         TypeError: `outputs` cannot be iterated.
+
+    Blocking: never; `outputs` is asked for nothing before the first `next()`.
     """
     size, most = integer("size", size, 1), parse_bytes("max_bytes", max_bytes)
     if not any(hasattr(outputs, name) for name in ("__iter__", "__getitem__")):
@@ -137,7 +139,13 @@ class HostFetcher(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Drops what was not handed out and closes the outputs' iterator. Results keep their memory."""
+        """Drops what was not handed out and closes the outputs' iterator. Results keep their memory.
+
+        Raises:
+            Exception: what closing the iterator raises.
+
+        Blocking: in the iterator's `close()`, as long as that takes.
+        """
         self._ended, self._error, self._traceback = True, None, None
         self._pulled, self._next, self._on_their_way = [], None, ()
         outputs, self._outputs = self._outputs, iter(())

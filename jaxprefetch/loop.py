@@ -21,13 +21,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from jaxprefetch.arguments import check_function, integer
+from jaxprefetch.arguments import check_function, integer, refuse_options
 from jaxprefetch.cadence import Every, cadence
 from jaxprefetch.checkpoints import Checkpoints
-from jaxprefetch.delivery import Delivery, Hook
 from jaxprefetch.errors import add_note
-from jaxprefetch.evaluation import refuse_options
 from jaxprefetch.host.source import WritesBatches
+from jaxprefetch.metrics import Hook, MetricsDelivery
 from jaxprefetch.passes import END, Passes
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
@@ -109,7 +108,8 @@ def train_loop(
         eval_every_steps: when it is called, besides after the last step.
         checkpoints: where the state and the place in the input are saved, while the loop goes on. If there is a
             checkpoint already, the run goes on from the latest.
-        save_every_steps, save_every_seconds: when, besides after the last step.
+        save_every_steps, save_every_seconds: when, besides after the last step. Several processes save together, and
+            their clocks differ: give them steps, not seconds.
         stop_on_non_finite: ends the run when the metric "loss", or the one of this name, is infinite or not a number,
             at most 8 steps later; the state is not saved then.
         progress: shows a bar; None does if tqdm is installed and the output is a terminal.
@@ -142,7 +142,7 @@ def train_loop(
         raise TypeError(
             f"checkpoints: expected Checkpoints or a path, got {type(checkpoints).__name__} {checkpoints!r}."
         )
-    delivery = Delivery(
+    delivery = MetricsDelivery(
         hooks,
         every_steps=integer("log_every_steps", log_every_steps, 1),
         finite="loss" if stop_on_non_finite is True else stop_on_non_finite or None,
@@ -168,7 +168,9 @@ def train_loop(
 class _Run:
     """One call of `train_loop`."""
 
-    def __init__(self, step: Any, state: Any, num_steps: int, delivery: Delivery, evaluation: Every, saving: Every):
+    def __init__(
+        self, step: Any, state: Any, num_steps: int, delivery: MetricsDelivery, evaluation: Every, saving: Every
+    ):
         self.step, self.state, self.num_steps = step, state, num_steps
         self.delivery, self.evaluation, self.saving = delivery, evaluation, saving
         self.done = self.resumed_from = 0

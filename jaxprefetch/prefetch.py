@@ -123,6 +123,9 @@ def prefetch_to_device(
             killed JAX notices by its heartbeat (`heartbeat_timeout_seconds` of `jax.distributed.initialize`, 100 by
             default) and ends the other processes.
 
+    Blocking: not for the source, of which no batch is pulled before the first `next()`, `start_prefetch()` or
+        `element_spec`.
+
     Thread safety: one thread at a time may call `next()`; `close()` and `statistics()` are for any thread.
 
     References: `kComputeSynchronized` in XLA's `pjrt/se/local_device_state.h`.

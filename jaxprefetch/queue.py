@@ -54,6 +54,11 @@ class DeviceQueue(Generic[T]):
     have to put, and take, the same number of batches of the same shapes. One that takes a batch more than the others
     have is, in the step that it gives it to, in a collective without them.
 
+    Host memory: `size + 1` batches at most are in it, those put and not taken and the one taken last. On a GPU it is
+    pinned, up to an eighth more for each, and kept for the next batches: each of the threads that put at the same time
+    may come to keep so much. It is given back at the end of a `with` block, or with the queue. On a CPU it is the
+    batch's own, and stays as long as the batch does.
+
     Args:
         size: batches that were put and not taken; at this bound `put` waits. On the devices there are besides the
             batches of the consumers: one for each thread that takes batches, until it takes the next.
@@ -167,13 +172,17 @@ class DeviceQueue(Generic[T]):
             own.close()
 
     def close(self) -> None:
-        """The end: nothing can be put any more, and waiting producers are refused; what is here can still be taken."""
+        """The end: nothing can be put any more, and waiting producers are refused; what is here can still be taken.
+
+        Never blocks; safe in finalisers and signal handlers.
+        """
         self._inbox.close()
 
     def clear(self) -> None:
         """Drops all batches that were put and not taken, so that waiting producers have room; never ends the queue.
 
-        Blocking: until copies that have begun are done; the batches of consumers stay.
+        Blocking: for a consumer that is taking a batch, and until copies that have begun are done; the batches of
+            consumers stay.
         """
         feed = self._feed
         with self._turn.taken():

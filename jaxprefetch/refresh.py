@@ -2,7 +2,8 @@
 
 Synopsis:
 
-    refresh = Refresh(prefetcher, every_takes=4, deterministic=True)
+    refresh = refresh_of(store, source, 4, deterministic=True, fresh_buffers=False)
+    refresh.start()
     rows = refresh.due(takes)            # what is to replace the oldest examples before this take, or None
     refresh.applied()
     refresh.prepare()                    # puts the next ones, before the step is dispatched
@@ -14,9 +15,13 @@ one take earlier, on the same thread.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import jax
+
+from jaxprefetch.prefetch import prefetch_to_device
+from jaxprefetch.store import Store
 
 _NONE = object()
 
@@ -26,6 +31,7 @@ class Prefetcher(Protocol):
 
     def __next__(self) -> Any: ...
     def next_is_staged(self) -> bool: ...
+    def start_prefetch(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -45,6 +51,10 @@ class Refresh:
         self._put: Any = _NONE  # rows on their way or landed, not applied
         self._is_due = False
         self._end: BaseException | None = None  # StopIteration, or what the source raised
+
+    def start(self) -> None:
+        """Starts the reading. Does not wait for it."""
+        self._batches.start_prefetch()
 
     def due(self, takes: int) -> Any:
         """What is to be written before this take; None where that is nothing. Asked again it says the same.
@@ -89,6 +99,27 @@ class Refresh:
                 self._end = end
             except Exception as error:
                 self._end = error
+
+
+def refresh_of(
+    store: Store, source: Iterable[Any], every_takes: int, deterministic: bool, *, fresh_buffers: bool
+) -> Refresh:
+    """A refresh of this store's examples by rows that `source` yields; nothing is read before `start()`.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be.
+    """
+    layout = store.layout
+    shardings = store.tree([leaf.target.sharding for leaf in layout.leaves])
+    with layout.context.entered():
+        batches = prefetch_to_device(
+            source,
+            1,  # what is due is put a take ahead by the refresh itself
+            sharding=shardings if layout.axis.committed else None,
+            host_size=2,
+            fresh_buffers=fresh_buffers,
+        )
+    return Refresh(batches, every_takes, deterministic)
 
 
 def _have_landed(rows: Any) -> bool:

@@ -47,6 +47,8 @@ def batched(samples: Iterable[Any], batch_size: int, *, drop_last: bool = False)
     Raises:
         TypeError, ValueError: an argument is not what it should be. Samples that cannot be stacked are an error in the
             place of their batch, which names the sample and the leaf.
+
+    Blocking: never; `samples` is asked for nothing before the first batch is.
     """
     batch_size = integer("batch_size", batch_size, 1)
     check_switch("drop_last", drop_last)

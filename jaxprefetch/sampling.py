@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,8 @@ from jaxprefetch.device.resident import Resident, key_shape
 T = TypeVar("T")
 Read = Callable[[Resident, int], list[jax.Array]]
 """From the examples, and how many each device has, to the leaves of a batch."""
-
-
-class Cache(Protocol):
-    """What serves a read, after the refresh that is due before it."""
-
-    def _serve(self, what: str, read: Read, /) -> Any: ...
-
+Serve = Callable[[str, Read], Any]
+"""Makes a batch by such a read, for a call of this name, after the refresh that is due before it."""
 
 _COUNTS = "taken", "epoch", "position", "filled"
 
@@ -36,11 +31,17 @@ _COUNTS = "taken", "epoch", "position", "filled"
 class CacheBatches(Generic[T]):
     """What `DeviceCache.batches` returns: an iterator of batches, whose position can be saved.
 
+    Args:
+        serve: has the cache make a batch.
+        rows: of a batch.
+        shards: devices of the cache, over which the rows are split.
+        key, replace, epochs: as `DeviceCache.batches` has them.
+
     Thread safety: one thread at a time, the same as for the cache.
     """
 
-    def __init__(self, cache: Cache, rows: int, shards: int, key: Any, *, replace: bool, epochs: int | None):
-        self._cache = cache
+    def __init__(self, serve: Serve, rows: int, shards: int, key: Any, *, replace: bool, epochs: int | None):
+        self._serve = serve
         self._rows, self._each = rows, rows // shards
         self._key, self._implementation = _key_data(key)
         self._replace, self._epochs = replace, epochs
@@ -61,10 +62,10 @@ class CacheBatches(Generic[T]):
         """
         if not self._replace and self._position == self._length and self._epoch + 1 == self._epochs:
             raise StopIteration
-        return self._cache._serve("next", self._drawn if self._replace else self._dealt)
+        return self._serve("next", self._drawn if self._replace else self._dealt)
 
     def get_state(self) -> dict[str, Any]:
-        """After the last batch taken: plain numbers, the key's data, and the name of its implementation."""
+        """After the last batch taken: plain numbers, the key's data and its implementation's name. Never blocks."""
         return {
             "taken": self._taken,
             "epoch": self._epoch,
@@ -75,7 +76,7 @@ class CacheBatches(Generic[T]):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from there, with the same batches if the cache, too, is as it was.
+        """Goes on from there, with the same batches if the cache, too, is as it was. Never blocks.
 
         Raises:
             ValueError: it is no state of such batches; nothing has changed.

@@ -25,22 +25,16 @@ import numpy as np
 from jaxprefetch.extras import needs_extra
 
 
-class JSONLWriter:
-    """One JSON object a line: `{"step": 3, "loss": 0.5}`. What is no finite number is written as a string, "NaN".
+class _LinesWriter:
+    """What writers of lines share: a file that is opened when it is first written to, and gone on with if it exists.
 
     Args:
-        path: the file, which is gone on with if it exists.
+        path: of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = Path(path)
         self._file: TextIO | None = None
-
-    def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes a line, to the operating system at once."""
-        if self._file is None:
-            self._file = _reopened(self._path, lambda line: json.loads(line)["step"] < step)
-        self._file.write(json.dumps({"step": step} | {name: _plain(value) for name, value in metrics.items()}) + "\n")
 
     def close(self) -> None:
         """Closes the file; another call opens it again."""
@@ -48,8 +42,38 @@ class JSONLWriter:
             self._file.close()
             self._file = None
 
+    def _lines(self) -> list[str]:
+        """The lines that are there, if there is a file; a last one that a kill has cut is left out."""
+        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
+        return [line for line in lines if line.endswith("\n")]
 
-class CSVWriter:
+    def _rewrite(self, write: Callable[[TextIO], object]) -> TextIO:
+        """The file at its end, with what `write` writes in place of what was there; a kill leaves one of both."""
+        new = self._path.with_name(self._path.name + ".new")
+        with new.open("w", newline="") as file:
+            write(file)
+        new.replace(self._path)
+        self._file = self._path.open("a", newline="", buffering=1)
+        return self._file
+
+
+class JSONLWriter(_LinesWriter):
+    """One JSON object a line: `{"step": 3, "loss": 0.5}`. What is no finite number is written as a string, "NaN".
+
+    Args:
+        path: the file, which is gone on with if it exists.
+    """
+
+    def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes a line, to the operating system at once."""
+        file = self._file
+        if file is None:
+            kept = [line for line in self._lines() if json.loads(line)["step"] < step]
+            file = self._rewrite(lambda new: new.writelines(kept))
+        file.write(json.dumps({"step": step} | {name: _plain(value) for name, value in metrics.items()}) + "\n")
+
+
+class CSVWriter(_LinesWriter):
     """A table with the columns `step` and one for each metric that is a number; a new one widens the table.
 
     Args:
@@ -57,41 +81,35 @@ class CSVWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path = Path(path)
+        super().__init__(path)
         self._columns = ["step"]
-        self._file: TextIO | None = None
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes a row, to the operating system at once."""
         row = {"step": step} | {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-        if self._file is None:
-            self._file = self._rewritten([old for old in self._rows() if int(old["step"]) < step], row)
+        file = self._file
+        if file is None:
+            file = self._widened([old for old in self._rows() if int(old["step"]) < step], row)
         elif any(name not in self._columns for name in row):
             self.close()
-            self._file = self._rewritten(self._rows(), row)
-        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
-
-    def close(self) -> None:
-        """Closes the file; another call opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            file = self._widened(self._rows(), row)
+        csv.writer(file).writerow([row.get(name, "") for name in self._columns])
 
     def _rows(self) -> list[dict[str, str]]:
-        reader = csv.DictReader(_whole_lines(self._path))
+        reader = csv.DictReader(self._lines())
         rows = list(reader)
         self._columns = list(reader.fieldnames or self._columns)
         return rows
 
-    def _rewritten(self, rows: list[dict[str, str]], row: Mapping[str, Any]) -> TextIO:
+    def _widened(self, rows: list[dict[str, str]], row: Mapping[str, Any]) -> TextIO:
         self._columns += [name for name in row if name not in self._columns]
-        new = self._path.with_name(self._path.name + ".new")
-        with new.open("w", newline="") as file:
+
+        def write(file: TextIO) -> None:
             writer = csv.DictWriter(file, self._columns, restval="")
             writer.writeheader()
             writer.writerows(rows)
-        new.replace(self._path)
-        return self._path.open("a", newline="", buffering=1)
+
+        return self._rewrite(write)
 
 
 class TensorBoardWriter:
@@ -139,18 +157,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """The lines of the file, if there is one; a last one that a kill has cut is left out."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [line for line in lines if line.endswith("\n")]
-
-
-def _reopened(path: Path, keep: Callable[[str], bool]) -> TextIO:
-    """The file at its end, with the lines that are kept."""
-    lines = [line for line in _whole_lines(path) if keep(line)]
-    new = path.with_name(path.name + ".new")
-    new.write_text("".join(lines))
-    new.replace(path)
-    return path.open("a", buffering=1)

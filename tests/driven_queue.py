@@ -178,7 +178,9 @@ class Run:
 
     def check_waits(self) -> None:
         """Who waits has a reason."""
+        closed = self.queue._inbox._closed and (self.getting or self.putting)  # now: a strike may come in what follows
         left = len(self.queue)
+        assert not closed, "a thread waits though it is closed"
         assert not (self.getting and left), f"get() waits though {left} batches are there"
         assert not (self.putting and left < self.case.size), f"put() waits though there is room: {left} are there"
 

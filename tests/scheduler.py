@@ -510,6 +510,7 @@ class Condition:
 
     def wait(self, timeout: float | None = None) -> bool:
         self._check()
+        _point("wait of a condition, before it is noted")  # Python's own is struck there, too
         told = _Told()
         self._waiters.append(told)
         count = self._lock.let_go()
@@ -586,7 +587,7 @@ THREADING = SimpleNamespace(
 DRIVEN: dict[Any, dict[str, Any]] = {
     reader: {"threading": THREADING, "time": Clock, "SimpleQueue": SimpleQueue},
     pipeline: {"threading": THREADING, "time": Clock},
-    inbox: {"threading": THREADING},
+    inbox: {"threading": THREADING, "time": Clock, "SimpleQueue": SimpleQueue},
     turn: {"threading": THREADING},
     prefetcher: {"threading": THREADING},
     queue: {"time": Clock},

@@ -1,4 +1,4 @@
-"""Imports point one way: the host and the devices do not know each other, and nothing below knows what joins them."""
+"""The house rules: imports that point one way, and files and functions that are short."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import jaxprefetch
 
 HOUSE = Path(jaxprefetch.__file__).parent
+LONGEST_FILE, LONGEST_FUNCTION = 300, 40
 
 
 def imported(path: Path) -> set[str]:
@@ -68,3 +69,36 @@ def test_the_window_knows_no_jax_no_thread_and_no_clock() -> None:
         modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not {"jax", "threading", "time", "queue"} & {module.partition(".")[0] for module in modules}
+
+
+def lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How long a function is, its docstring apart; of a public one the signature, its options, does not count."""
+    docstring = function.body[0] if ast.get_docstring(function, clean=False) is not None else None
+    above = 0 if docstring is None else docstring.end_lineno - docstring.lineno + 1
+    if function.name in jaxprefetch.__all__:
+        above = (docstring.end_lineno if docstring else function.body[0].lineno - 1) - function.lineno + 1
+    return function.end_lineno - function.lineno + 1 - above
+
+
+def test_files_are_short() -> None:
+    """No file of the library has more than 300 lines."""
+    lengths = {str(path.relative_to(HOUSE)): len(path.read_text().splitlines()) for path in HOUSE.rglob("*.py")}
+    assert not {name: n for name, n in lengths.items() if n > LONGEST_FILE}
+
+
+def test_functions_are_short() -> None:
+    """No function has more than 40 lines, docstring apart, and the signature of a public one."""
+    for path in HOUSE.rglob("*.py"):
+        functions = [
+            n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        assert not {f.name: lines(f) for f in functions if lines(f) > LONGEST_FUNCTION}, path.name
+
+
+def test_a_length_is_that_of_the_code() -> None:
+    """What is counted: signature and body; of a public function the body."""
+    text = 'def {}(\n    a,\n):\n    """Two\n    lines."""\n    b = a\n\n    return b\n'
+    own, public = (ast.parse(text.format(name)).body[0] for name in ("own", "evaluate"))
+    assert isinstance(own, ast.FunctionDef)
+    assert isinstance(public, ast.FunctionDef)
+    assert (lines(own), lines(public)) == (6, 3)

@@ -6,8 +6,8 @@ import grain
 import numpy as np
 import pytest
 
+from jaxprefetch.host.loaders import exact_length
 from jaxprefetch.host.resume import ResumableSource
-from jaxprefetch.host.source import exact_length
 
 BATCHES = [{"x": np.zeros(4)}] * 7
 

@@ -51,10 +51,13 @@ def test_a_finaliser_may_close_a_prefetcher_anywhere(host_size: int) -> None:
 
 
 def test_a_finaliser_may_close_a_queue_anywhere() -> None:
-    """A `close()` in the middle of anything, on whatever thread is there, loses no batch that was accepted."""
+    """A `close()` in the middle of anything, on whatever thread is there, loses no batch and wakes who waits."""
     case = QueueCase()
     for at in range(1, driven_queue.run(case).points, STRIDE):
-        driven_queue.run(dataclasses.replace(case, struck_at=at))
+        struck = driven_queue.run(dataclasses.replace(case, struck_at=at))
+        happened = [what for _, what, _ in struck.log]
+        after = happened[happened.index("is struck") :]
+        assert "has waited long enough" not in after, f"struck at {at}, and nobody woke\n{struck.trace()}"
 
 
 def test_a_consumer_that_waits_for_the_source_sleeps() -> None:

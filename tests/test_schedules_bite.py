@@ -230,19 +230,37 @@ def news_wake_one(patch: pytest.MonkeyPatch) -> None:
     """What is left or taken wakes one thread, which may be another one than it is for."""
 
     def leave(inbox: Any, item: Any) -> None:
-        with inbox._changed:
+        with inbox._lock:
             inbox._check_open()
             inbox.items[inbox._left] = item
             inbox._left += 1
             inbox._reserved -= 1
-            inbox._changed.notify()
+            ring_one(inbox)
 
-    def changed(inbox: Any) -> None:
-        with inbox._changed:
-            inbox._changed.notify()
+    def ring_one(inbox: Any) -> None:
+        for bell in [*inbox._bells][:1]:
+            bell.put(None)
 
     patch.setattr(Inbox, "leave", leave)
-    patch.setattr(Inbox, "changed", changed)
+    patch.setattr(Inbox, "changed", ring_one)
+
+
+def queue_rings_before_it_looks(patch: pytest.MonkeyPatch) -> None:
+    """A wake-up is lost: who waits looks first and only then hangs up its bell."""
+
+    def sleep_until(inbox: Any, ready: Callable[[], bool], timeout: float | None) -> bool:
+        bell = scheduler.SimpleQueue()
+        try:
+            while not inbox._look(ready):
+                inbox._bells.add(bell)
+                bell.get(timeout=timeout)
+        except scheduler.Empty:
+            return inbox._look(ready)
+        finally:
+            inbox._bells.discard(bell)
+        return True
+
+    patch.setattr(Inbox, "_sleep_until", sleep_until)
 
 
 def taking_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -287,11 +305,11 @@ def close_puts_the_end_itself(patch: pytest.MonkeyPatch) -> None:
     """`close()` says where the end is, even in a finaliser in the middle of `leave()`, which then writes over it."""
 
     def close(inbox: Any) -> None:
-        with inbox._changed:
+        with inbox._lock:
             if not inbox._closed:
                 inbox._closed = True
                 inbox.items[inbox._left] = End()
-                inbox._changed.notify_all()
+                inbox._ring()
 
     patch.setattr(Inbox, "close", close)
     patch.setattr(Inbox, "_tell_end", lambda inbox: None)
@@ -319,6 +337,7 @@ BROKEN: dict[str, list[Break]] = {
     ],
     "queue": [
         news_wake_one,
+        queue_rings_before_it_looks,
         taking_wakes_nobody,
         room_is_not_reserved,
         room_is_not_given_back,

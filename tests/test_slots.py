@@ -18,6 +18,7 @@ import pytest
 from test_interrupts import Strike
 
 from jaxprefetch.device.pinning import Pinning
+from jaxprefetch.device.plan import HOST_ALIGNMENT
 from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.slots import ALIGNMENT, Fresh, Slots
 
@@ -58,6 +59,11 @@ def test_a_slot_is_freed_once() -> None:
     slot.free()
     first, second = slots.take(100).view(0, F32, (8,)), slots.take(100).view(0, F32, (8,))
     assert not np.shares_memory(first, second)
+
+
+def test_plans_and_slots_agree_on_alignment() -> None:
+    """Where a plan begins a leaf is where a slot has an aligned place; the two do not know each other."""
+    assert HOST_ALIGNMENT == ALIGNMENT
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 1, 4), (1, 1), (7,)])

@@ -15,11 +15,9 @@ from typing import Any
 
 from jaxprefetch.device.staged import Staging
 from jaxprefetch.device.times import LoopTimes
+from jaxprefetch.errors import SAY_AFTER_SECONDS
 
 logger = logging.getLogger("jaxprefetch")
-
-SAY_AFTER_SECONDS = 10.0
-"""A wait that has lasted so long is logged, once a wait."""
 
 
 class Arrivals:

@@ -9,22 +9,23 @@ Synopsis:
     inbox.changed()                      # after a batch was taken
 
 To the engine it is what a reader is: `items` by number, with `End` as the last. One lock guards the counts; it is never
-held while a batch is staged or JAX runs.
+held while a batch is staged, JAX runs or something is logged. Who waits has a bell of its own (a `SimpleQueue`, whose
+`put` is reentrant), and `close` needs no lock, so a finaliser may call it in the middle of anything.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any
 
+from jaxprefetch.errors import SAY_AFTER_SECONDS
 from jaxprefetch.host.pipeline import End
 
 logger = logging.getLogger("jaxprefetch")
-
-SAY_AFTER_SECONDS = 10.0
-"""A wait without a timeout that has lasted so long is logged, once a wait."""
 
 
 class Closed(Exception):
@@ -45,15 +46,16 @@ class Inbox:
         self.items: dict[int, Any] = {}  # put in under the lock, taken out by the engine
         self._size = size
         self._taken_of_all = taken
-        self._changed = threading.Condition()
-        self._before = 0  # batches taken in passes before; this and all below guarded by _changed
+        self._bells: set[SimpleQueue[None]] = set()  # of those that wait; each call on it is one of C's
+        self._closed = False  # written once, False to True
+        self._lock = threading.RLock()
+        self._before = 0  # batches taken in passes before; this and all below guarded by _lock
         self._left = 0  # batches that were left here in this pass
         self._reserved = 0  # room for batches that are being staged
-        self._closed = False
 
     def __len__(self) -> int:
         """Batches left and not taken."""
-        with self._changed:
+        with self._lock:
             return self._left - self._taken
 
     @property
@@ -67,18 +69,13 @@ class Inbox:
         Raises:
             Closed: nothing is taken any more.
         """
-        with self._changed:
-            if not self._wait_for(self._has_room_or_end, timeout, "put() has waited %.0f s for room in the queue."):
-                return False
-            self._check_open()
-            self._reserved += 1
-            return True
+        return self._wait_for(self._take_room, timeout, "put() has waited %.0f s for room in the queue.")
 
     def withdraw(self) -> None:
         """Gives the room back."""
-        with self._changed:
+        with self._lock:
             self._reserved -= 1
-            self._changed.notify_all()
+            self._ring()
 
     def leave(self, item: Any) -> None:
         """Puts a staged batch into the room that was reserved.
@@ -86,34 +83,31 @@ class Inbox:
         Raises:
             Closed: the inbox was closed meanwhile; the room is still reserved.
         """
-        with self._changed:
+        with self._lock:
             self._check_open()
             self.items[self._left] = item
             self._left += 1
             self._reserved -= 1
-            self._changed.notify_all()
+            self._ring()
 
     def wait_for_item(self, timeout: float | None) -> bool:
         """Whether a batch is here or the end is known, within so many seconds. Blocking: that long."""
-        with self._changed:
-            some = self._wait_for(self._has_item_or_end, timeout, "get() has waited %.0f s for a batch.")
-            self._tell_end()
-            return some
+        some = self._wait_for(self._has_item_or_end, timeout, "get() has waited %.0f s for a batch.")
+        self._tell_end()
+        return some
 
     def changed(self) -> None:
         """Batches have been taken."""
-        with self._changed:
-            self._changed.notify_all()
+        self._ring()
 
     def close(self) -> None:
-        """Nothing is left here any more; what is here stays. Safe in a finaliser that runs in the middle of anything.
+        """Nothing is left here any more; what is here stays. Never blocks; safe in finalisers.
 
-        It may have struck `leave` on its own thread, which has the lock already: so where the end is, is worked out by
-        those who wait for it.
+        One may have struck `leave` on its own thread, half-way: so where the end is, is worked out by those who wait
+        for it, under the lock.
         """
         self._closed = True
-        with self._changed:
-            self._changed.notify_all()
+        self._ring()
 
     def start_over(self, taken: int) -> list[Any]:
         """Begins a new pass and gives out what was not issued in the last.
@@ -121,7 +115,7 @@ class Inbox:
         Args:
             taken: what the count of batches taken will be when the new pass begins.
         """
-        with self._changed:
+        with self._lock:
             dropped = [item for item in self.items.values() if not isinstance(item, End)]
             self.items, self._left, self._before = {}, 0, taken
             return dropped
@@ -130,19 +124,16 @@ class Inbox:
 
     def wait(self, number: int, timeout: float | None) -> bool:
         """Whether item `number` is here within so many seconds, or never will be. Blocking: that long."""
-        with self._changed:
-            here = self._changed.wait_for(lambda: number in self.items or self._closed, timeout)
-            self._tell_end()
-            return here
+        here = self._sleep_until(lambda: number in self.items or self._closed, timeout)
+        self._tell_end()
+        return here
 
     def give_room(self, issued: int, landed: int) -> None:
         """Room is counted by what is taken."""
 
     def cancel(self) -> None:
         """The engine has failed."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self.close()
 
     # ---- under the lock
 
@@ -156,15 +147,55 @@ class Inbox:
     def _has_item_or_end(self) -> bool:
         return self._closed or self._left > self._taken
 
-    def _tell_end(self) -> None:
-        if self._closed:
-            self.items.setdefault(self._left, End())
+    def _take_room(self) -> bool:
+        if not self._has_room_or_end():
+            return False
+        self._check_open()
+        self._reserved += 1
+        return True
 
     def _check_open(self) -> None:
         if self._closed:
             raise Closed
 
+    # ---- waiting
+
+    def _tell_end(self) -> None:
+        with self._lock:
+            if self._closed:
+                self.items.setdefault(self._left, End())
+
     def _wait_for(self, ready: Callable[[], bool], timeout: float | None, text: str) -> bool:
-        if timeout is None and not self._changed.wait_for(ready, SAY_AFTER_SECONDS):
+        if timeout is not None:
+            return self._sleep_until(ready, timeout)
+        if not self._sleep_until(ready, SAY_AFTER_SECONDS):
             logger.warning("jaxprefetch: " + text, SAY_AFTER_SECONDS)
-        return self._changed.wait_for(ready, timeout)
+            self._sleep_until(ready, None)
+        return True
+
+    def _sleep_until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """Whether `ready()`, under the lock, holds within so many seconds. Blocking: that long, without the lock.
+
+        No news is missed: 1. who waits hangs up its bell, 2. looks, 3. sleeps until it rings. Who has news 1. writes
+        it, 2. rings all bells. A finaliser may do that on the thread that waits, between any two of its steps: between
+        the look and the sleep of a `Condition`, whose waiter is not noted yet, its news would be lost.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        bell: SimpleQueue[None] = SimpleQueue()
+        try:
+            self._bells.add(bell)
+            while not self._look(ready):
+                bell.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            return True
+        except Empty:
+            return self._look(ready)
+        finally:
+            self._bells.discard(bell)
+
+    def _look(self, ready: Callable[[], bool]) -> bool:
+        with self._lock:
+            return ready()
+
+    def _ring(self) -> None:
+        for bell in self._bells.copy():
+            bell.put(None)

@@ -5,6 +5,7 @@ Synopsis:
     if (why := shuffles_anew(loader)) is not None: ...     # the order of its batches does not repeat
     if (why := forgets(loader)) is not None: ...           # its own state leaves out examples
     if is_streamed(loader): ...
+    if (batches := exact_length(loader)) is not None: ...  # what len() tells of a pass is true
 """
 
 from __future__ import annotations
@@ -45,6 +46,25 @@ def forgets(source: Any) -> str | None:
 def is_streamed(source: Any) -> bool:
     """Whether it is a streaming data set of Hugging Face, which begins every pass where its state was set."""
     return is_of(type(source), "datasets", "IterableDataset")
+
+
+def exact_length(source: Any) -> int | None:
+    """How many batches a pass has, where `len()` tells: of sequences, and of PyTorch's loaders over such."""
+    sequence = getattr(source, "dataset", source)  # what a loader splits; its own length counts batches
+    if any(kind.__name__ == "IterableDataset" for kind in type(sequence).__mro__):
+        return None  # its length is a guess, and each worker may go through all of it
+    if not (hasattr(sequence, "__getitem__") and hasattr(sequence, "__len__") and hasattr(source, "__len__")):
+        return None
+    try:
+        return len(source)
+    except TypeError:
+        return None
+
+
+def pins_batches(source: Any) -> bool:
+    """Whether it is a PyTorch loader that makes its batches, and copies each to pinned memory of its own."""
+    is_loader = is_of(type(source), "torch.utils.data", "DataLoader")
+    return is_loader and source.batch_sampler is not None and bool(source.pin_memory)
 
 
 def worker_shutdown(iterator: Any) -> Callable[[], None] | None:
@@ -95,9 +115,3 @@ def _inputs(dataset: Any) -> Iterator[Any]:
 
 def _ray_keeps_order() -> bool:
     return bool(sys.modules["ray"].data.DataContext.get_current().execution_options.preserve_order)
-
-
-def pins_batches(source: Any) -> bool:
-    """Whether it is a PyTorch loader that makes its batches, and copies each to pinned memory of its own."""
-    is_loader = is_of(type(source), "torch.utils.data", "DataLoader")
-    return is_loader and source.batch_sampler is not None and bool(source.pin_memory)

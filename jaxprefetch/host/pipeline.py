@@ -30,7 +30,7 @@ Reserve = Callable[[int], None]
 """Called with the bytes of host memory that a batch is about to take; waits until there are so many."""
 
 
-class Offer(Protocol):
+class BatchMemory(Protocol):
     """Host memory for a batch: `out` is written by the source, `rows` takes what it returns."""
 
     out: Any
@@ -45,7 +45,7 @@ class Stages(Protocol):
     """Makes a staged batch from what was pulled (None: left out), or memory for one from what the source describes."""
 
     def stage(self, raw: Any, number: int, reserve: Reserve, /) -> Any: ...
-    def offer(self, spec: Any, number: int, reserve: Reserve, /) -> Offer: ...
+    def offer(self, spec: Any, number: int, reserve: Reserve, /) -> BatchMemory: ...
 
 
 class Cancelled(Exception):
@@ -107,7 +107,7 @@ class Pipeline:
         self._raw: list[Any] = []  # batch `_number`, once it is pulled
         self._has_places = False  # the source has a state of its own
         self._writes = False  # it writes its batches itself
-        self._offer: Offer | None = None  # what it writes batch `_number` into
+        self._offer: BatchMemory | None = None  # what it writes batch `_number` into
 
     def advance(self, number: int, reserve: Reserve, caught: type[BaseException] = BaseException) -> Any:
         """Batch `number`, staged, or the end; errors of type `caught` end the pass, others pass through.
@@ -202,7 +202,7 @@ class Pipeline:
             offer = self._offer = self._staging(self._stager.offer, spec, number, reserve)
         self._write(offer, number)
 
-    def _write(self, offer: Offer, number: int) -> None:
+    def _write(self, offer: BatchMemory, number: int) -> None:
         if not offer.rows:
             self._ask(number, lambda: offer.rows.extend(map(self.iterator.read_into, [offer.out])))  # in C, too
         if not offer.ended:

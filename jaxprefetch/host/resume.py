@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxprefetch.host.loaders import forgets, is_streamed, shuffles_anew
-from jaxprefetch.host.source import Source, close_for_good, close_iterator, exact_length, origin
+from jaxprefetch.host.loaders import exact_length, forgets, is_streamed, shuffles_anew
+from jaxprefetch.host.source import Source, close_for_good, close_iterator, origin
 
 CURE = (
     'If a newly made source yields the same batches in the same order again, pass resume="replay": it is then gone '

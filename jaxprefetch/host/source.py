@@ -27,6 +27,9 @@ class WritesBatches(Protocol):
     """What an iterator, or a source that cannot be iterated, may have: it writes its batches into memory it is given.
 
     `__next__`, which iterators have besides, is not called then. StopIteration, from either, is the end, too.
+
+    Blocking: both may take their time: they are called by the thread that reads, with `host_size=0` by the loop's. What
+        they raise arrives at the batch that it was raised for.
     """
 
     @property
@@ -87,19 +90,6 @@ class Source:
 
     def place_after(self) -> Any:
         """Its own state from which the next pass begins; None as above."""
-
-
-def exact_length(source: Any) -> int | None:
-    """How many batches a pass has, where `len()` tells: of sequences, and of PyTorch's loaders over such."""
-    sequence = getattr(source, "dataset", source)  # what a loader splits; its own length counts batches
-    if any(kind.__name__ == "IterableDataset" for kind in type(sequence).__mro__):
-        return None  # its length is a guess, and each worker may go through all of it
-    if not (hasattr(sequence, "__getitem__") and hasattr(sequence, "__len__") and hasattr(source, "__len__")):
-        return None
-    try:
-        return len(source)
-    except TypeError:
-        return None
 
 
 def writes_batches(iterator: Any) -> bool:

@@ -35,7 +35,7 @@ from jaxprefetch.processes.skipping import SkipsFirst
 
 logger = logging.getLogger("jaxprefetch")
 
-CLOSE_SECONDS = 1.5
+JOIN_SECONDS = 1.5 * LOOK_SECONDS
 """What `close()` waits for the thread, which is in a request of `LOOK_SECONDS` at most."""
 
 
@@ -120,18 +120,18 @@ class Gate(Shelf):
         self._room.put(None)
 
     def close(self) -> None:
-        """Stops both threads, and tells the other processes. Blocking: some `CLOSE_SECONDS` at most."""
+        """Stops both threads, and tells the others. Blocking: as the reader's `close`, then `JOIN_SECONDS` at most."""
         self.cancel()
         self._reader.close()
         self.join()
 
     def join(self) -> None:
-        """Waits for the thread to end, `CLOSE_SECONDS` at most; it has been cancelled."""
+        """Waits for the thread to end, `JOIN_SECONDS` at most; it has been cancelled."""
         thread = self._thread
         if thread is None:
             self._leave()
         elif thread is not threading.current_thread():
-            thread.join(CLOSE_SECONDS)
+            thread.join(JOIN_SECONDS)
             if thread.is_alive():
                 logger.warning("jaxprefetch: the coordination service does not answer; its thread is left behind.")
 

@@ -13,6 +13,7 @@ import logging
 import time
 from typing import Any
 
+from jaxprefetch.errors import SAY_AFTER_SECONDS
 from jaxprefetch.processes.agreement import Agreement
 from jaxprefetch.processes.verdict import names
 
@@ -22,8 +23,6 @@ LOOK_SECONDS = 1.0
 """How long a wait lasts before somebody looks whether another process has failed."""
 GRACE_SECONDS = 5.0
 """How long batches before the one at which another process failed are waited for."""
-SAY_AFTER_SECONDS = 10.0
-"""A wait for other processes that has lasted so long is logged, with who is missing; once a wait."""
 
 
 class Others:

@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    delivery = Delivery([print], every_steps=10, finite="loss")
+    delivery = MetricsDelivery([print], every_steps=10, finite="loss")
     delivery.add(20, metrics)       # as the step returned them; nothing waits
     delivery.due()                  # print(10, {"loss": 0.5}), if step 10 is done by now
     delivery.rest()                 # print(20, ...), once step 20 is done
@@ -27,7 +27,7 @@ Hook = Callable[[int, Mapping[str, Any]], object]
 """Called with the number of a step and its metrics, which are numbers by name."""
 
 
-class Delivery:
+class MetricsDelivery:
     """Reads metrics late and hands them on in order.
 
     Args:
