@@ -61,10 +61,11 @@ class DeviceQueue(Generic[T]):
 
     Args:
         size: batches that were put and not taken; at this bound `put` waits. On the devices there are besides the
-            batches of the consumers: one for each thread that takes batches, until it takes the next.
+            batches of the consumers: one for each thread that takes batches, until it takes the next; for a moment
+            two, while a thread replaces the one by the other.
         sharding: as for `prefetch_to_device`, resolved now.
-        max_bytes: the most bytes of batches on any one device, those of the consumers included. A batch for each of
-            them and one more must fit.
+        max_bytes: the most bytes of batches on any one device, those of the consumers included, without that moment. A
+            batch for each of them and one more must fit.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be.
@@ -102,17 +103,16 @@ class DeviceQueue(Generic[T]):
             TypeError, OverflowError: a leaf cannot go to a device; nothing has changed.
         """
         timeout = None if timeout is None else seconds("timeout", timeout)
+        room = object()
         try:
-            if not self._inbox.reserve(timeout):
+            if not self._inbox.reserve(room, timeout):
                 raise Full(f"put: the queue had no room within {timeout:g} s. Take batches faster, or wait longer.")
-            try:
-                self._inbox.leave(self._staged(batch))
-            except BaseException:
-                self._inbox.withdraw()
-                raise
+            self._inbox.leave(room, self._staged(batch))
         except Closed:
             why = "is closed" if self._feed.error is None else f"has failed, and get() raises {self._feed.error!r}"
             raise ValueError(f"put: this queue {why}. Make a new one.") from None
+        finally:
+            self._inbox.withdraw(room)  # whatever has struck, wherever: nothing, where a batch was left
 
     def get(self, timeout: float | None = None) -> T:
         """The oldest batch, on its devices.

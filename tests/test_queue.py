@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 from queue import Empty, Full
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from gated import InThread, batch, number, on_devices, refusing, wait
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_interrupts import Strike
 
 from jaxprefetch import DeviceQueue
 
@@ -359,6 +361,32 @@ def test_a_ctrl_c_after_the_hand_out_loses_nothing(monkeypatch: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         queue.get()
     assert rest(queue) == [0, 1]
+
+
+def test_a_ctrl_c_anywhere_in_put_takes_no_room() -> None:
+    """The batch was left or it was not, and there is room for as many as ever."""
+
+    def put(at: int) -> int:
+        queue, strike, want = filled(DeviceQueue(2), 0), Strike(at), [0]
+        sys.setprofile(strike)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                queue.put(batch(1), timeout=0)
+        finally:
+            sys.setprofile(None)
+        want += [1] * (len(queue) - 1)
+        if len(queue) == 1:
+            filled(queue, 2)
+            want.append(2)
+        with pytest.raises(Full):
+            queue.put(batch(3), timeout=0)
+        assert rest(queue) == want, at
+        return strike.places
+
+    places = put(0)
+    assert places > 50
+    for at in range(1, places + 1):
+        put(at)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 Synopsis:
 
     inbox = Inbox(size=4, taken=lambda: window.taken)
-    inbox.reserve(timeout=None)          # a producer: waits for room, then stages
-    inbox.leave(staged)                  # or withdraw(), if staging has failed
+    inbox.reserve(room, timeout=None)    # a producer, `room` is any object of its own: waits, then stages
+    inbox.leave(room, staged)            # or withdraw(room), if staging has failed
     inbox.wait_for_item(timeout=None)    # a consumer: until there is one, or the end
     inbox.changed()                      # after a batch was taken
 
@@ -51,7 +51,7 @@ class Inbox:
         self._lock = threading.RLock()
         self._before = 0  # batches taken in passes before; this and all below guarded by _lock
         self._left = 0  # batches that were left here in this pass
-        self._reserved = 0  # room for batches that are being staged
+        self._reserved: set[object] = set()  # room for batches that are being staged
 
     def __len__(self) -> int:
         """Batches left and not taken."""
@@ -63,21 +63,22 @@ class Inbox:
         """Batches left here in this pass: the number that the next one will have, unless another is quicker."""
         return self._left
 
-    def reserve(self, timeout: float | None) -> bool:
-        """Takes room for a batch; False when there is none within so many seconds. Blocking: that long.
+    def reserve(self, room: object, timeout: float | None) -> bool:
+        """Takes room for a batch, which `room` stands for; False when there is none within so many seconds. Blocking: that long.
 
         Raises:
             Closed: nothing is taken any more.
         """
-        return self._wait_for(self._take_room, timeout, "put() has waited %.0f s for room in the queue.")
+        return self._wait_for(lambda: self._take_room(room), timeout, "put() has waited %.0f s for room in the queue.")
 
-    def withdraw(self) -> None:
-        """Gives the room back."""
+    def withdraw(self, room: object) -> None:
+        """Gives the room back, if it was taken and nothing was left there."""
         with self._lock:
-            self._reserved -= 1
-            self._ring()
+            if room in self._reserved:
+                self._reserved.discard(room)
+                self._ring()
 
-    def leave(self, item: Any) -> None:
+    def leave(self, room: object, item: Any) -> None:
         """Puts a staged batch into the room that was reserved.
 
         Raises:
@@ -87,7 +88,7 @@ class Inbox:
             self._check_open()
             self.items[self._left] = item
             self._left += 1
-            self._reserved -= 1
+            self._reserved.discard(room)
             self._ring()
 
     def wait_for_item(self, timeout: float | None) -> bool:
@@ -142,16 +143,16 @@ class Inbox:
         return self._taken_of_all() - self._before
 
     def _has_room_or_end(self) -> bool:
-        return self._closed or self._left + self._reserved - self._taken < self._size
+        return self._closed or self._left + len(self._reserved) - self._taken < self._size
 
     def _has_item_or_end(self) -> bool:
         return self._closed or self._left > self._taken
 
-    def _take_room(self) -> bool:
+    def _take_room(self, room: object) -> bool:
         if not self._has_room_or_end():
             return False
         self._check_open()
-        self._reserved += 1
+        self._reserved.add(room)
         return True
 
     def _check_open(self) -> None:
