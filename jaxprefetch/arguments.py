@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Sequence, Set
@@ -78,6 +79,26 @@ def check_function(name: str, value: Any, what: str) -> None:
     """
     if not callable(value):
         raise TypeError(f"{name}: expected {what}, got {type(value).__name__} {value!r:.100}.")
+
+
+def check_takes(name: str, function: Any, what: str, arguments: int) -> None:
+    """The function can be called with so many arguments; where nothing tells, as for some builtins, it passes.
+
+    Raises:
+        TypeError: it cannot; `what` it should be is told, and what it takes.
+    """
+    check_function(name, function, what)
+    try:  # of the function itself: what a decorator took it from may take something else
+        signature = inspect.signature(function, follow_wrapped=False)
+    except Exception:  # TypeError, ValueError; from Python 3.14 on, what evaluating annotations raises
+        return
+    try:
+        signature.bind(*range(arguments))
+    except TypeError as error:
+        got = f"{getattr(function, '__qualname__', type(function).__name__)}{signature}"
+        raise TypeError(
+            f"{name}: expected {what}, got {got}, which cannot be called with {arguments} arguments: {error}."
+        ) from None
 
 
 def check_key(name: str, value: Any) -> None:
