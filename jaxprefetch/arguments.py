@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import re
 from collections.abc import Sequence, Set
@@ -92,13 +93,9 @@ def check_takes(name: str, function: Any, what: str, arguments: int) -> None:
         signature = inspect.signature(function, follow_wrapped=False)
     except Exception:  # TypeError, ValueError; from Python 3.14 on, what evaluating annotations raises
         return
-    try:
-        signature.bind(*range(arguments))
-    except TypeError as error:
+    if not _fits(signature, arguments):
         got = f"{getattr(function, '__qualname__', type(function).__name__)}{signature}"
-        raise TypeError(
-            f"{name}: expected {what}, got {got}, which cannot be called with {arguments} arguments: {error}."
-        ) from None
+        raise TypeError(f"{name}: expected {what}, got {got}, which cannot be called with {arguments} arguments.")
 
 
 def check_key(name: str, value: Any) -> None:
@@ -127,6 +124,16 @@ def seconds(name: str, value: Any, *, least: float = 0.0) -> float:
     if not float(value) >= least:
         raise ValueError(f"{name}: expected at least {least:g} seconds, got {value!r}.")
     return float(value)
+
+
+def _fits(signature: inspect.Signature, arguments: int) -> bool:
+    """Whether so many arguments by place, and none by name, are what it takes."""
+    parameters = signature.parameters.values()
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in by_place)
+    most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(by_place)
+    named = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
+    return needed <= arguments <= most and not named
 
 
 def _index(value: Any) -> int | None:

@@ -323,11 +323,11 @@ class Hook:
 @pytest.mark.parametrize(
     ("hook", "match"),
     [
-        (one, r"got one\(metrics\), which cannot be called with 2 arguments: too many positional arguments\."),
+        (one, r"got one\(metrics\), which cannot be called with 2 arguments\."),
         (lambda: None, r"got .*<lambda>\(\), which cannot be called with 2 arguments"),
         (Hook().one, r"got Hook.one\(metrics\), which cannot"),
-        (Hook().keyword, r"got Hook.keyword\(step, metrics, \*, name\), which .*missing a required .*'name'"),
-        (lambda step, metrics, epoch: None, r"missing a required argument: 'epoch'"),
+        (Hook().keyword, r"got Hook.keyword\(step, metrics, \*, name\), which cannot"),
+        (lambda step, metrics, epoch: None, r"got .*<lambda>\(step, metrics, epoch\), which cannot"),
         ([print, one], r"got one\(metrics\)"),
         ([].append, r"got list.append\(object, /\)"),
     ],
