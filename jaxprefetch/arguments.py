@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import operator
 import re
 from collections.abc import Sequence, Set
@@ -80,6 +82,22 @@ def check_function(name: str, value: Any, what: str) -> None:
         raise TypeError(f"{name}: expected {what}, got {type(value).__name__} {value!r:.100}.")
 
 
+def check_takes(name: str, function: Any, what: str, arguments: int) -> None:
+    """The function can be called with so many arguments; where nothing tells, as for some builtins, it passes.
+
+    Raises:
+        TypeError: it cannot; `what` it should be is told, and what it takes.
+    """
+    check_function(name, function, what)
+    try:  # of the function itself: what a decorator took it from may take something else
+        signature = inspect.signature(function, follow_wrapped=False)
+    except Exception:  # TypeError, ValueError; from Python 3.14 on, what evaluating annotations raises
+        return
+    if not _fits(signature, arguments):
+        got = f"{getattr(function, '__qualname__', type(function).__name__)}{signature}"
+        raise TypeError(f"{name}: expected {what}, got {got}, which cannot be called with {arguments} arguments.")
+
+
 def check_key(name: str, value: Any) -> None:
     """The argument can be a key of a dict.
 
@@ -119,6 +137,16 @@ def refuse_options(**options: Any) -> None:
             f"{', '.join(given)}: the source is a DevicePrefetcher, which has been made with its own. Leave "
             "them out here, or pass the bare source."
         )
+
+
+def _fits(signature: inspect.Signature, arguments: int) -> bool:
+    """Whether so many arguments by place, and none by name, are what it takes."""
+    parameters = signature.parameters.values()
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in by_place)
+    most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(by_place)
+    named = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
+    return needed <= arguments <= most and not named
 
 
 def _index(value: Any) -> int | None:

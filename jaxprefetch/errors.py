@@ -11,20 +11,26 @@ from __future__ import annotations
 import contextlib
 from types import TracebackType
 
-KEEP = "Name it in keep_on_host of prefetch_to_device to receive it as it is, or leave it out of the batch."
+OPTION = "prefetch_to_device(..., "
+"""How a message names an option that not every callable takes through which a user may have come."""
+
+KEEP = f"{OPTION}keep_on_host=...) hands it on as it is; else leave it out of the batch."
 """The cure for a leaf that cannot go to a device."""
 SAY_AFTER_SECONDS = 10.0
 """A wait without a timeout that has lasted so long is logged, once a wait."""
 
 
-def add_note(error: BaseException, text: str, *, unless: str | None = None) -> None:
+def add_note(error: BaseException, text: str, *, unless: str | None = None, about: str = "") -> None:
     """Adds a note; an exception that refuses one (a frozen dataclass does) stays as it is instead of being replaced.
 
     Args:
         unless: the message begins with this: it says by itself what the note would.
+        about: only if the message, or a note, has this in it.
     """
     with contextlib.suppress(Exception):
-        if unless is None or not str(error).startswith(unless):
+        if unless is not None and str(error).startswith(unless):
+            return
+        if not about or about in "\n".join([str(error), *getattr(error, "__notes__", ())]):
             error.add_note(text)
 
 
@@ -34,15 +40,21 @@ class Noted:
     `contextlib.contextmanager` would set the traceback, which a frozen dataclass refuses (seen in Python 3.11).
     """
 
-    def __init__(self, text: str, *, unless: str | None = None):
-        self._text, self._unless = text, unless
+    def __init__(self, text: str, *, unless: str | None = None, about: str = ""):
+        self._text, self._unless, self._about = text, unless, about
 
     def __enter__(self) -> None:
         """Nothing to do."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            add_note(error, self._text, unless=self._unless)
+            add_note(error, self._text, unless=self._unless, about=self._about)
+
+
+def source_with_options(call: str, needs: str = "") -> Noted:
+    """Tells who gave `call` a bare source how to set an option that a message names; `needs`: what else it needs."""
+    text = f"jaxprefetch: pass {call} a prefetch_to_device(...), with that and all other options{needs}, as source"
+    return Noted(text, about=OPTION)
 
 
 def deleted(where: str) -> ValueError:

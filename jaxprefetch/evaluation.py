@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxprefetch.arguments import check_function, refuse_options
-from jaxprefetch.host.source import WritesBatches
+from jaxprefetch.errors import source_with_options
+from jaxprefetch.host.source import MakesReaders, WritesBatches
 from jaxprefetch.late import LateMetrics
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
@@ -29,7 +30,7 @@ S = TypeVar("S")
 def evaluate(
     step: Callable[[S, Any], Any],
     state: S,
-    source: Iterable[Any] | WritesBatches,
+    source: Iterable[Any] | WritesBatches | MakesReaders,
     *,
     size: int | None = None,
     sharding: Any = None,
@@ -69,7 +70,7 @@ def evaluate(
             raise ValueError("evaluate: batches of this pass have been taken. Go on to its end, or make a prefetcher.")
         totals = _totals(step, state, source, mask_key)
     else:
-        with prefetch_to_device(
+        batches = prefetch_to_device(
             source,
             2 if size is None else size,
             sharding=sharding,
@@ -77,10 +78,11 @@ def evaluate(
             last_batch="pad",
             mask_key=mask_key,
             uneven="pad",
-        ) as batches:
+        )
+        with batches, source_with_options("evaluate", " and last_batch='pad'"):
             totals = _totals(step, state, batches, mask_key)
     if totals is None or not (rows := jax.device_get(totals[1]).item()):
-        raise ValueError("evaluate: the source has no rows. One-shot iterators serve one evaluation; pass an iterable.")
+        raise ValueError("evaluate: the source has no rows. One-shot sources serve one evaluation; pass an iterable.")
     sums = LateMetrics().read(0, totals[0])
     return {name: value / rows for name, value in sums.items()}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
@@ -53,13 +53,19 @@ def fetch_to_host(outputs: Iterable[T], size: int = 4, *, max_bytes: int | str |
 
     Raises:
         ValueError: `size` or `max_bytes` is not what it should be.
-        TypeError: `outputs` cannot be iterated.
+        TypeError: `outputs` cannot be iterated, or is one output (a dict, an array), which goes into a list.
 
     Blocking: never; `outputs` is asked for nothing before the first `next()`.
     """
     size, most = integer("size", size, 1), parse_bytes("max_bytes", max_bytes)
-    if not any(hasattr(outputs, name) for name in ("__iter__", "__getitem__")):
-        raise TypeError(f"outputs: expected an iterable of pytrees, got {type(outputs).__name__} {outputs!r:.100}.")
+    kind = type(outputs).__name__
+    if isinstance(outputs, (Mapping, np.ndarray, jax.Array)):
+        raise TypeError(
+            f"outputs: expected an iterable of pytrees, got {kind}, which is one of them. Pass an iterator of pytrees; "
+            "a single one goes into a list, [outputs]."
+        )
+    if isinstance(outputs, (str, bytes)) or not any(hasattr(outputs, name) for name in ("__iter__", "__getitem__")):
+        raise TypeError(f"outputs: expected an iterable of pytrees, got {kind} {outputs!r:.100}.")
     return HostFetcher(iter(outputs), size, most)
 
 

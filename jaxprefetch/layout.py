@@ -212,7 +212,7 @@ def _with_mask(batch: Any, treedef: Any, key: Hashable, number: int) -> tuple[An
         return jax.tree_util.treedef_tuple((treedef, jax.tree_util.tree_structure(0))), tuple(range(n + 1))
     if key in batch:
         raise ValueError(
-            f"Batch {number}: last_batch='pad' adds the mask as {key!r}, but the batch has that key already. "
+            f"Batch {number}: padding adds the mask as {key!r}, but the batch has that key already. "
             "Pass another mask_key."
         )
     mask, padded = object(), batch.copy()
@@ -222,7 +222,7 @@ def _with_mask(batch: Any, treedef: Any, key: Hashable, number: int) -> tuple[An
     except ValueError:  # the keys alone could be sorted
         keys = ", ".join(map(repr, list(batch)[:10]))
         raise ValueError(
-            f"Batch {number}: last_batch='pad' adds the mask as {key!r}, which cannot be sorted among the batch's keys "
+            f"Batch {number}: padding adds the mask as {key!r}, which cannot be sorted among the batch's keys "
             f"{keys}. Pass a mask_key of their type."
         ) from None
     at = next(i for i, leaf in enumerate(leaves) if leaf is mask)

@@ -24,8 +24,8 @@ from typing import Any, Literal, TypeVar
 from jaxprefetch.arguments import check_function, integer, refuse_options
 from jaxprefetch.cadence import Every, cadence
 from jaxprefetch.checkpoints import Checkpoints
-from jaxprefetch.errors import add_note
-from jaxprefetch.host.source import WritesBatches
+from jaxprefetch.errors import add_note, source_with_options
+from jaxprefetch.host.source import MakesReaders, WritesBatches
 from jaxprefetch.metrics import Hook, MetricsDelivery
 from jaxprefetch.passes import END, Passes
 from jaxprefetch.prefetch import prefetch_to_device
@@ -70,7 +70,7 @@ class TrainSummary:
 def train_loop(
     step: Callable[[S, Any], tuple[S, Any]],
     state: S,
-    source: Iterable[Any] | WritesBatches,
+    source: Iterable[Any] | WritesBatches | MakesReaders,
     *,
     num_steps: int,
     size: int | None = None,
@@ -97,8 +97,8 @@ def train_loop(
         step: `step(state, batch) -> (state, metrics)`, usually jitted, donating as you like. Metrics: any pytree of
             scalars; one bare value is the loss.
         state: any pytree; Flax's `TrainState`; NNX objects, which are updated themselves.
-        source: any iterable of batches, begun anew until `num_steps` are done, or a `DevicePrefetcher`, which is left
-            open.
+        source: any iterable of batches, begun anew until `num_steps` are done, or a `DevicePrefetcher`, made with any
+            options, which is left open.
         num_steps: steps altogether, with those before a restart.
         size, sharding, max_bytes, resume: as for `prefetch_to_device`; a `DevicePrefetcher` has its own.
         hooks: called with `(step, metrics)` on the loop's thread, metrics being numbers by name; writers are in
@@ -160,6 +160,7 @@ def train_loop(
         else:
             given = {name: value for name, value in options.items() if value is not None}
             batches = stack.enter_context(prefetch_to_device(source, **given))
+            stack.enter_context(source_with_options("train_loop"))
         if isinstance(checkpoints, (str, os.PathLike)):
             checkpoints = stack.enter_context(Checkpoints(checkpoints))
         return run.run(batches, checkpoints, progress)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxprefetch.arguments import check_function
+from jaxprefetch.arguments import check_takes
 from jaxprefetch.errors import add_note
 from jaxprefetch.late import LateMetrics
 
@@ -39,7 +39,7 @@ class MetricsDelivery:
     def __init__(self, hooks: Hook | Sequence[Hook], *, every_steps: int, finite: str | None):
         self._hooks: tuple[Hook, ...] = (hooks,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
         for hook in self._hooks:
-            check_function("hooks", hook, "functions (step, metrics)")
+            check_takes("hooks", hook, "functions (step, metrics)", 2)
         self._every_steps = every_steps
         self._finite = finite
         self._late = LateMetrics()

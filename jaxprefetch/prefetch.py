@@ -22,7 +22,7 @@ from jaxprefetch.host.batching import MODES, Mode
 from jaxprefetch.host.loaders import pins_batches
 from jaxprefetch.host.memory import default_host_bytes
 from jaxprefetch.host.resume import ResumableSource
-from jaxprefetch.host.source import WritesBatches
+from jaxprefetch.host.source import MakesReaders, WritesBatches
 from jaxprefetch.layout import KeepOnHost, StagingOptions
 from jaxprefetch.prefetcher import DevicePrefetcher
 from jaxprefetch.processes.group import Group
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def prefetch_to_device(
-    source: Iterable[T] | WritesBatches,
+    source: Iterable[T] | WritesBatches | MakesReaders,
     size: int = 2,
     *,
     sharding: Any = None,
@@ -62,7 +62,8 @@ def prefetch_to_device(
         source: any iterable of batches (pytrees). Each pass yields what a `for` loop over it yields. The thread alone
             touches it from the first `next()` on, and closes its iterator. An iterator, or a source that cannot be
             iterated, may have `read_into(out)` instead of yielding batches: it writes each into the memory that it is
-            sent from, and no copy is made on the host; see `WritesBatches`. `batched` makes such a source of samples.
+            sent from, and no copy is made on the host; see `WritesBatches`. It serves one pass, as iterators do; an
+            object whose `__iter__` makes a new one serves any number. `batched` makes such a source of samples.
         size: batches ahead of the loop, counting the one that is returned. 2 hides the copy; 3 helps when sizes or
             step times vary and the copy takes more than 0.7 of a step; with 1 the host still works ahead, but on a GPU
             the copy cannot overlap with a step.

@@ -91,8 +91,8 @@ class DevicePrefetcher(Generic[T]):
             elif not self._said_spent:
                 self._said_spent = True
                 logger.warning(
-                    "jaxprefetch: the source was an iterator and is spent, so this pass is empty. "
-                    "Pass an iterable (a list, a loader) to go through it again."
+                    "jaxprefetch: the source serves one pass and is spent, so this pass is empty. To go through it "
+                    "again pass an iterable: a list, a loader, an object whose __iter__ makes a new iterator or reader."
                 )
         return self
 

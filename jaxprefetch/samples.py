@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxprefetch.arguments import check_switch, integer
 from jaxprefetch.host.batches import Batches
+from jaxprefetch.host.source import writes_batches
 
 
 class Batched:
@@ -55,6 +56,12 @@ def batched(samples: Iterable[Any], batch_size: int, *, drop_last: bool = False)
     if isinstance(samples, (Mapping, str, bytes)) or not (
         hasattr(samples, "__iter__") or hasattr(samples, "__getitem__")
     ):
-        raise TypeError(f"samples: expected an iterable of samples, got {type(samples).__name__} {samples!r:.100}.")
+        what = f"{type(samples).__name__} {samples!r:.100}"
+        cure = (
+            " It writes whole batches (read_into): pass it to prefetch_to_device as it is."
+            if writes_batches(samples)
+            else ""
+        )
+        raise TypeError(f"samples: expected an iterable of samples, got {what}.{cure}")
     made = Batched(samples, batch_size, bool(drop_last))
     return iter(made) if isinstance(samples, Iterator) else made

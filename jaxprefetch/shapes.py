@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 
 from jaxprefetch.device.plan import Plan
+from jaxprefetch.errors import OPTION
 from jaxprefetch.host.batching import Mode
 
 logger = logging.getLogger("jaxprefetch")
@@ -34,7 +35,7 @@ class Shapes:
         self._said = True
         hint = ""
         if self._last_batch == "error":
-            hint = " last_batch='drop' or 'pad' gives a short last batch the shape of the others."
+            hint = f" {OPTION}last_batch='pad') gives a short last batch the shape of the others, 'drop' leaves it out."
         logger.warning(
             "jaxprefetch: batch %d has other shapes, dtypes or keys than batch 0, and a step is compiled anew for each "
             "(%s).%s",

@@ -43,6 +43,8 @@ prefetch_to_device(source, resume="state")
     ValueError: resume: | got 'state' | None or 'replay' | =
 prefetch_to_device(source, sharding="data")
     TypeError: sharding: | got str 'data' | None, a Device, a Sharding, a PartitionSpec or a pytree | =
+prefetch_to_device(source, sharding=mesh)
+    TypeError: sharding: | got Mesh | a Sharding, a PartitionSpec | pass NamedSharding(mesh, PartitionSpec("data"))
 prefetch_to_device(source, sharding=P("data"))
     ValueError: sharding= | 'data' | needs a mesh in force | pass NamedSharding(mesh, spec)
 prefetch_to_device(source, sharding=NamedSharding(mesh, P(P.UNCONSTRAINED)))
@@ -53,6 +55,12 @@ prefetch_to_device("data.npz")
     TypeError: source: | a str does not give batches | an iterable of batches | a single one goes into a list
 prefetch_to_device(7)
     TypeError: source: | got int 7 | an iterable of batches | =
+prefetch_to_device(Reader)
+    TypeError: source: | got type | an iterable of batches | Call it, and pass what it returns
+prefetch_to_device(Reader(spec=None))
+    TypeError: source: | a Reader has read_into, but no element_spec | to say what its batches are | Give it a property
+prefetch_to_device(Reader(spec=lambda: spec))
+    TypeError: source: | a Reader has read_into, and its element_spec is a method | a value is expected | Give it
 DeviceQueue(0)
     ValueError: size: | got 0 | an integer of at least 1 | =
 DeviceQueue(2, max_bytes="lots")
@@ -83,8 +91,16 @@ batched(source, 4, drop_last="yes")
     TypeError: drop_last: | got str 'yes' | True or False | =
 batched({"x": 1}, 4)
     TypeError: samples: | got dict | an iterable of samples | =
+batched(Reader(spec), 4)
+    TypeError: samples: | got Reader | an iterable of samples | pass it to prefetch_to_device as it is
 fetch_to_host(7)
     TypeError: outputs: | got int 7 | an iterable of pytrees | =
+fetch_to_host(good)
+    TypeError: outputs: | got dict, which is one of them | an iterable of pytrees | a single one goes into a list
+fetch_to_host(rows)
+    TypeError: outputs: | got ndarray, which is one of them | an iterable of pytrees | a single one goes into a list
+fetch_to_host(jax.numpy.zeros(3))
+    TypeError: outputs: | got ArrayImpl, which is one of them | an iterable of pytrees | a single one goes into a list
 fetch_to_host([], size=0)
     ValueError: size: | got 0 | an integer of at least 1 | =
 fetch_to_host([], max_bytes=-1)
@@ -97,6 +113,8 @@ train_loop(step, 0, source, num_steps=2, log_every_steps=0)
     ValueError: log_every_steps: | got 0 | an integer of at least 1 | =
 train_loop(step, 0, source, num_steps=2, hooks=7)
     TypeError: hooks: | got int 7 | functions (step, metrics) | =
+train_loop(step, 0, source, num_steps=2, hooks=[print, lambda metrics: None])
+    TypeError: hooks: | got <lambda>(metrics) | functions (step, metrics) | cannot be called with 2 arguments
 train_loop(step, 0, source, num_steps=2, eval_fn=7)
     TypeError: eval_fn: | got int 7 | a function from state to metrics | =
 train_loop(step, 0, source, num_steps=2, eval_every_steps=2)
@@ -114,7 +132,7 @@ train_loop(step, 0, prefetch_to_device(source), num_steps=2, size=3)
 evaluate(7, 0, source)
     TypeError: step: | got int 7 | a function (state, batch) -> metrics | =
 evaluate(step, 0, [])
-    ValueError: evaluate: | no rows | One-shot iterators serve one evaluation | pass an iterable
+    ValueError: evaluate: | no rows | One-shot sources serve one evaluation | pass an iterable
 Checkpoints(7)
     TypeError: directory: | got int 7 | a path | =
 Checkpoints(folder, max_to_keep=0)
@@ -127,17 +145,17 @@ Checkpoints(folder, best_metric="loss", best_mode="largest")
 
 BATCHES = """
 after_two({"x": object()})
-    TypeError: Batch 2, leaf x: | object | cannot go to a device | Name it in keep_on_host
+    TypeError: Batch 2, leaf x: | object | cannot go to a device | prefetch_to_device(..., keep_on_host=...)
 after_two({"x": "text"})
-    TypeError: Batch 2, leaf x: | str | cannot go to a device | Name it in keep_on_host
+    TypeError: Batch 2, leaf x: | str | cannot go to a device | prefetch_to_device(..., keep_on_host=...)
 after_two({"x": rows.astype(str)})
-    TypeError: Batch 2, leaf x: | dtype <U | cannot go to a device | Name it in keep_on_host
+    TypeError: Batch 2, leaf x: | dtype <U | cannot go to a device | prefetch_to_device(..., keep_on_host=...)
 after_two({"x": rows.astype(object)})
     TypeError: Batch 2, leaf x: | dtype object | cannot go to a device | leave it out of the batch
 after_two({"x": rows.astype("M8[s]")})
-    TypeError: Batch 2, leaf x: | datetime64[s] | cannot go to a device | Name it in keep_on_host
+    TypeError: Batch 2, leaf x: | datetime64[s] | cannot go to a device | prefetch_to_device(..., keep_on_host=...)
 after_two({"x": np.zeros(24, [("a", "i4")])})
-    TypeError: Batch 2, leaf x: | [('a', '<i4')] | cannot go to a device | Name it in keep_on_host
+    TypeError: Batch 2, leaf x: | [('a', '<i4')] | cannot go to a device | prefetch_to_device(..., keep_on_host=...)
 after_two({"x": np.ma.masked_array(rows)})
     TypeError: Batch 2, leaf x: | masked arrays | no place on a device | Pass leaf.filled(value) and the mask
 after_two({"x": {"ids": np.array([2**40])}})
@@ -147,7 +165,7 @@ after_two({"x": 2**70})
 after_two({"x": deleted})
     ValueError: Batch 2, leaf x: | deleted or donated | Yield arrays that are alive | each once
 after_two({"x": rows[:7]}, sharding=split)
-    ValueError: Batch 2, leaf x: axis 0 | has 7 rows | need a multiple of 8 | Pass last_batch='pad' or 'drop'
+    ValueError: Batch 2, leaf x: axis 0 | has 7 rows | need a multiple of 8 | prefetch_to_device(..., last_batch='pad')
 after_two({"x": np.zeros(32, np.float32)}, last_batch="pad")
     ValueError: Batch 2: | 32 rows | batch 0 has 24 | split larger ones
 after_two({"x": rows[:8]}, last_batch="drop")
@@ -164,6 +182,12 @@ first(good, sharding=jax.devices())
     ValueError: Batch 0: | sharding= | is not a prefix of the batch | NamedSharding(mesh, PartitionSpec('data'))
 first(good, mask_key=3, last_batch="pad")
     ValueError: Batch 0: | adds the mask as 3 | sorted among the batch's keys 'x' | Pass a mask_key of their type
+source_of([good])
+    TypeError: source: | a Passes returned a list | expected an iterator of batches | Return iter(...) of it
+source_of(Reader(spec=None))
+    TypeError: source: | a Reader has read_into, but no element_spec | to say what its batches are | Give it a property
+source_of("itself")
+    TypeError: source: | a Passes returns the object itself | would be spent after a pass | or leave __iter__ out
 writes(spec, 25)
     ValueError: Batch 0: read_into | returned 25 rows | element_spec has 24 | Return how many it has written
 writes(spec, -1)

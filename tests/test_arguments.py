@@ -40,7 +40,7 @@ def test_too_small_max_bytes_is_an_error(size, host_size, delete_used, cap, at, 
     """The first batch that cannot fit is an error with its bytes, those held, the cap and the cure."""
     text = (
         rf"Batch {at} needs {BYTES} bytes on a device, {held} are held .* max_bytes is {cap}\. "
-        r"One batch must fit with delete_used=True, two without: raise max_bytes, pass delete_used=True"
+        r"Two batches must fit, with prefetch_to_device\(\.\.\., delete_used=True\) one: raise max_bytes, or take"
     )
     with prefetch_to_device(Loader(5), size, host_size=host_size, max_bytes=cap, delete_used=delete_used) as batches:
         assert up_to_error(batches, ValueError, text)[0] == list(range(at))

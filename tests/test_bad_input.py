@@ -54,6 +54,27 @@ class Writes:
         return self._returns
 
 
+class Reader:
+    """Writes nothing, and describes its batches as it is told to, or not at all."""
+
+    def __init__(self, spec: Any):
+        if spec is not None:
+            self.element_spec = spec
+
+    def read_into(self, out: Any) -> int:
+        return 0
+
+
+class Passes:
+    """What its `__iter__` returns."""
+
+    def __init__(self, made: Any):
+        self._made = self if made == "itself" else made
+
+    def __iter__(self) -> Any:
+        return self._made
+
+
 class Following:
     """An iterator of jaxprefetch's, and how many results come before the wrong one."""
 
@@ -77,6 +98,8 @@ def given(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         **{"source": source, "good": GOOD, "rows": GOOD["x"], "deleted": deleted, "step": step, "folder": folder},
         "split": NamedSharding(mesh, P("data")),
         "spec": {"x": jax.ShapeDtypeStruct((ROWS,), np.float32)},
+        "Reader": Reader,
+        "source_of": lambda made: Following(prefetch(Passes(made)), 0),
         "first": lambda bad, **options: Following(prefetch([bad], **options), 0),
         "after_two": lambda bad, **options: Following(prefetch([GOOD, GOOD, bad, GOOD], **options), 2),
         "writes": lambda spec, returns: Following(prefetch(Writes(spec, returns)), 0),
@@ -181,8 +204,10 @@ said of what to do, the expectation says it.
 
 In the calls `good` is a batch of 24 rows and `source` an iterable of such batches; `after_two(batch)` takes the third
 batch from `prefetch_to_device([good, good, batch, good])`, `first(batch)` the first from one of that batch;
-`writes(spec, n)` prefetches a source with this `element_spec` whose `read_into` returns n; `stacks(samples)` prefetches
-`batched(samples, 2)`; `fetches(outputs)` takes the third result of `fetch_to_host(outputs)`.
+`Reader(spec)` has `read_into` and this `element_spec`, if it is not None; `source_of(made)` prefetches an object whose
+`__iter__` returns this, or itself; `writes(spec, n)` prefetches a source with this `element_spec` whose `read_into`
+returns n; `stacks(samples)` prefetches `batched(samples, 2)`; `fetches(outputs)` takes the third result of
+`fetch_to_host(outputs)`.
 """
 
 SECTIONS = {

@@ -143,7 +143,7 @@ def test_pad_uses_mask_key() -> None:
 @pytest.mark.parametrize("key", ["x", "y"])
 def test_pad_does_not_replace_a_leaf(key: str) -> None:
     """A batch that has the mask's key already is an error with the cure."""
-    with pytest.raises(ValueError, match=f"Batch 0: last_batch='pad' adds the mask as '{key}', .* another mask_key"):
+    with pytest.raises(ValueError, match=f"Batch 0: padding adds the mask as '{key}', .* another mask_key"):
         take(batches_of(4), last_batch="pad", mask_key=key)
 
 
@@ -206,7 +206,7 @@ def test_pad_refuses_more_rows_than_the_first() -> None:
     """A batch that has more rows than every batch gets is an error in its place."""
     with prefetch_to_device(batches_of(6, 7), sharding=named("data"), last_batch="pad") as batches:
         next(batches)
-        with pytest.raises(ValueError, match="Batch 1: 7 rows where batch 0 has 6: last_batch='pad' gives"):
+        with pytest.raises(ValueError, match="Batch 1: 7 rows where batch 0 has 6: padding gives"):
             next(batches)
 
 

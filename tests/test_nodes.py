@@ -179,7 +179,7 @@ def test_mask_key_is_of_the_kind_of_the_keys(key: int) -> None:
 def test_a_mask_key_that_cannot_be_sorted_among_the_keys_is_an_error() -> None:
     """JAX sorts the keys of a dict; the error names mask_key, the keys and the cure, in the place of the batch."""
     text = (
-        "^Batch 1: last_batch='pad' adds the mask as 'mask', which cannot be sorted among the batch's keys 0, 2. "
+        "^Batch 1: padding adds the mask as 'mask', which cannot be sorted among the batch's keys 0, 2. "
         "Pass a mask_key of their type.$"
     )
     with prefetch_to_device([{"x": rows()}, {0: rows(), 2: rows()}], last_batch="pad") as batches:

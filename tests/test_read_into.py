@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any, NamedTuple
 
@@ -288,7 +289,51 @@ def test_a_source_without_iteration(caplog) -> None:
     with prefetch_to_device(Bare()) as batches:
         assert_same(batches, parts(arrays(16), 8))
         assert list(batches) == []
-    assert "the source was an iterator and is spent" in caplog.text
+    assert "the source serves one pass and is spent, so this pass is empty" in caplog.text
+
+
+@by_host_size
+@pytest.mark.parametrize("resume", [None, "replay"])
+def test_readers_that_iter_makes_serve_any_number_of_passes(host_size, resume) -> None:
+    """Each pass has a new one, which needs neither `__iter__` nor `__next__`, also where a restart skips batches."""
+
+    class Bare:
+        def __init__(self) -> None:
+            self.element_spec, self.read_into = (reads := Reads(arrays(16), 8)).element_spec, reads.read_into
+
+    class Passes:
+        def __iter__(self) -> Bare:
+            return Bare()
+
+    with prefetch_to_device(Passes(), host_size=host_size, resume=resume) as batches:
+        for _ in range(3):
+            assert_same(batches, parts(arrays(16), 8))
+        next(iter(batches))
+        state = batches.get_state() if resume else None
+    if resume:
+        with prefetch_to_device(Passes(), host_size=host_size, resume=resume) as batches:
+            batches.set_state(state)
+            assert_same(batches, parts(arrays(16), 8)[1:])
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (None, "source: __iter__ of a Passes returns the object itself, which would be spent after a pass"),
+        ([1, 2], "source: __iter__ of a Passes returned a list, expected an iterator of batches"),
+    ],
+)
+def test_an_iter_that_makes_no_pass_is_an_error(made, match) -> None:
+    """Its first batch says what it returned, and what it should."""
+
+    class Passes(Described):
+        element_spec = jax.ShapeDtypeStruct((3,), np.int8)
+
+        def __iter__(self) -> Any:
+            return self if made is None else made
+
+    with prefetch_to_device(Passes()) as batches, pytest.raises(TypeError, match=match):
+        next(batches)
 
 
 def test_element_spec_alone_makes_no_such_source() -> None:
@@ -411,11 +456,73 @@ def test_a_wrong_description_is_an_error(spec, kind, match) -> None:
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_a_missing_description_is_the_source_s_error() -> None:
-    """read_into without element_spec is an AttributeError with the batch."""
+class Described:
+    """Writes nothing; its descriptions are of all kinds."""
+
+    def read_into(self, out: Any) -> int:
+        return 0
+
+
+def described(**members: Any) -> Any:
+    return type("Described", (Described,), members)()
+
+
+def given_by_another(self: Any, name: str) -> Any:
+    if name == "element_spec":
+        return jax.ShapeDtypeStruct((3,), np.int8)
+    raise AttributeError(name)
+
+
+@pytest.mark.parametrize(
+    ("reader", "match"),
+    [
+        (described(), "a Described has read_into, but no element_spec to say what its batches are"),
+        (described(element_spec=lambda self: 0), "its element_spec is a method where a value is expected"),
+        (described(element_spec=staticmethod(lambda: 0)), "its element_spec is a method"),
+        (described(element_spec=classmethod(lambda cls: 0)), "its element_spec is a method"),
+        (types.SimpleNamespace(read_into=print, element_spec=described().read_into), "its element_spec is a method"),
+    ],
+    ids=["none", "method", "staticmethod", "classmethod", "bound method"],
+)
+def test_a_reader_that_does_not_describe_its_batches_is_an_error(reader, match) -> None:
+    """It is refused by the call, or where it is one of a source's passes, by its first batch."""
+    with pytest.raises(TypeError, match=match):
+        prefetch_to_device(reader)
+    with prefetch_to_device(described_passes(reader)) as batches, pytest.raises(TypeError, match=match):
+        next(batches)
+
+
+def described_passes(reader: Any) -> Any:
+    return type("Passes", (), {"__iter__": lambda self: reader})()
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"element_spec": property(lambda self: jax.ShapeDtypeStruct((3,), np.int8))},
+        {"element_spec": functools.cached_property(lambda self: jax.ShapeDtypeStruct((3,), np.int8))},
+        {"element_spec": jax.ShapeDtypeStruct((3,), np.int8)},
+        {"__getattr__": given_by_another},
+    ],
+    ids=["property", "cached_property", "value", "__getattr__"],
+)
+def test_a_description_may_be_anything_but_a_method(members) -> None:
+    """It is read when the batch is due, and not by the call."""
+    if isinstance(members.get("element_spec"), functools.cached_property):
+        members["element_spec"].__set_name__(Described, "element_spec")
+    with prefetch_to_device(described(**members)) as batches:
+        assert list(batches) == []
+
+
+def test_a_description_that_fails_is_the_source_s_error() -> None:
+    """What the property raises arrives in the place of its batch, as it is."""
+
+    def fails(self: Any) -> Any:
+        raise AttributeError("no file is open")
+
     with (
-        prefetch_to_device(types.SimpleNamespace(read_into=lambda out: 0)) as batches,
-        pytest.raises(AttributeError, match="element_spec") as caught,
+        prefetch_to_device(described(element_spec=property(fails))) as batches,
+        pytest.raises(AttributeError, match="no file is open") as caught,
     ):
         next(batches)
     assert "made batch 0" in caught.value.__notes__[0]

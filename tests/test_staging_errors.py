@@ -127,7 +127,7 @@ def test_errors_of_ours_need_no_note(options: dict[str, Any]) -> None:
 def test_float0_is_refused() -> None:
     """The tangents of integers, which hold nothing, are an error with batch, leaf and cure."""
     tangents = np.zeros(3, jax.dtypes.float0)
-    text = r"Batch 0, leaf g: arrays of dtype .*float0.* cannot go to a device. Name it"
+    text = r"Batch 0, leaf g: arrays of dtype .*float0.* cannot go to a device. prefetch_to_device.*keep_on_host"
     with prefetch_to_device([{"g": tangents}]) as batches, pytest.raises(TypeError, match=text):
         next(batches)
     with prefetch_to_device([{"g": tangents, "x": X}], keep_on_host="g") as batches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from gated import Counted, InThread, Loader, batch, reader_threads
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.late import AHEAD, LateMetrics
 from jaxprefetch.loop import train_loop
+from jaxprefetch.metrics import MetricsDelivery
 
 
 def step(state, batch):
@@ -290,6 +292,60 @@ def test_step_that_does_not_return_a_pair():
     """A step that returns the state alone is an error at the first step."""
     with pytest.raises(TypeError, match=r"Step 1 returned ArrayImpl; expected the pair \(state, metrics\)"):
         run(step=lambda state, batch: state)
+
+
+def one(metrics):
+    """No hook: the step's number has no place."""
+
+
+def decorated(hook):
+    @functools.wraps(hook)
+    def call(step, metrics):
+        hook(metrics)
+
+    return call
+
+
+class Hook:
+    def __call__(self, step, metrics):
+        """Nothing to do."""
+
+    def one(self, metrics):
+        """As above."""
+
+    def more(self, step, metrics, *, name="train", **rest):
+        """As above."""
+
+    def keyword(self, step, metrics, *, name):
+        """As above."""
+
+
+@pytest.mark.parametrize(
+    ("hook", "match"),
+    [
+        (one, r"got one\(metrics\), which cannot be called with 2 arguments\."),
+        (lambda: None, r"got .*<lambda>\(\), which cannot be called with 2 arguments"),
+        (Hook().one, r"got Hook.one\(metrics\), which cannot"),
+        (Hook().keyword, r"got Hook.keyword\(step, metrics, \*, name\), which cannot"),
+        (lambda step, metrics, epoch: None, r"got .*<lambda>\(step, metrics, epoch\), which cannot"),
+        ([print, one], r"got one\(metrics\)"),
+        ([].append, r"got list.append\(object, /\)"),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_an_error_at_once(hook, match):
+    """What takes other arguments than a step's number and metrics is refused before the first step."""
+    with pytest.raises(TypeError, match=r"^hooks: expected functions \(step, metrics\), .*" + match):
+        train_loop(lambda s, b: pytest.fail("a step"), 0, Loader(2), num_steps=2, hooks=hook, progress=False)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [print, Hook(), Hook().more, functools.partial(print, end=""), decorated(one), {}.setdefault, dict, [], ()],
+    ids=["print", "object", "method", "partial", "decorated", "builtin", "no signature", "list", "tuple"],
+)
+def test_what_can_be_called_is_a_hook(hook):
+    """Functions, methods and objects with defaults; those that a decorator has changed; and where nothing tells."""
+    assert MetricsDelivery(hook, every_steps=1, finite=None).non_finite_step is None
 
 
 def test_hook_that_raises():

@@ -74,7 +74,7 @@ class Feed:
 
         Raises what the source, staging or putting raised, every time again; StopIteration at the end or when closed.
         """
-        window, started, waited_for_source = self.window, time.perf_counter(), self.times.for_source.ns
+        window, started, waited_for_source = self.window, time.perf_counter(), self.times.source_ns
         window.call()
         while not self.closed:
             if not window.staged:
@@ -98,7 +98,7 @@ class Feed:
             elif do is Do.AWAIT_SOURCE:
                 self._await_source()
             elif do is Do.AWAIT_STAGED:
-                seen = self.times.for_source.ns == waited_for_source
+                seen = self.times.source_ns == waited_for_source
                 self._await_staged(number, time.perf_counter() - started, step_seen=seen)
             else:
                 self._fail(no_room(window, number - self.first))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxprefetch.device.context import Context, Device, default_device
 
@@ -154,9 +154,13 @@ def _resolve(leaf: Any) -> Target:
                 "or pass NamedSharding(mesh, spec)."
             )
         return Target(NamedSharding(mesh, leaf))
+    cure = ""
+    if isinstance(leaf, (Mesh, AbstractMesh)):
+        axes = leaf.axis_names or ("data",)
+        cure = f' To split axis 0 over it pass NamedSharding(mesh, PartitionSpec("{axes[0]}")).'
     raise TypeError(
         f"sharding: expected None, a Device, a Sharding, a PartitionSpec or a pytree of these, "
-        f"got {type(leaf).__name__} {leaf!r}."
+        f"got {type(leaf).__name__} {leaf!r}.{cure}"
     )
 
 

@@ -27,7 +27,7 @@ from jaxprefetch.device.packing import Packing, find_packing
 from jaxprefetch.device.placement import Target, local_devices
 from jaxprefetch.device.shards import ShardRows, scatters
 from jaxprefetch.device.transfer import Transfer
-from jaxprefetch.errors import KEEP, add_note, deleted
+from jaxprefetch.errors import KEEP, OPTION, add_note, deleted
 
 Cost = dict[Device, int]
 
@@ -230,7 +230,10 @@ def check_splits(target: Target, shape: Sequence[int], where: str, batch_axis: i
     for axis, (n, shards) in enumerate(zip(shape, target.local_shards(len(shape)), strict=True)):
         if n % shards:
             names = " x ".join(repr(name) for name in target.mesh_axes(axis))
-            cure = f"Pass last_batch='pad' or 'drop', or batch to a multiple of {shards}."
+            cure = (
+                f"{OPTION}last_batch='pad') fills a short last batch up, 'drop' leaves it out; else batch to a "
+                f"multiple of {shards}."
+            )
             if axis != batch_axis:
                 cure = "Pad that axis in the source, or choose a sharding that does not split it."
             raise ValueError(

@@ -8,6 +8,7 @@ Synopsis:
 from __future__ import annotations
 
 from jaxprefetch.device.window import Window
+from jaxprefetch.errors import OPTION
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -20,8 +21,8 @@ def no_room(window: Window, batch: int) -> ValueError:
     need, held = window.shortage()
     return ValueError(
         f"Batch {batch} needs {need:,} bytes on a device, {held:,} are held by the batch that the loop uses, and "
-        f"max_bytes is {window.max_bytes:,}. One batch must fit with delete_used=True, two without: raise max_bytes, "
-        "pass delete_used=True, or take smaller batches."
+        f"max_bytes is {window.max_bytes:,}. Two batches must fit, with "
+        f"{OPTION}delete_used=True) one: raise max_bytes, or take smaller batches."
     )
 
 
@@ -32,5 +33,5 @@ def refusal(window: Window, batch: int, error: Exception) -> str:
     need, held = window.shortage()
     return (
         f"jaxprefetch: batch {batch} needs {need:,} bytes on a device beside the {held:,} of batches in "
-        "flight. Take smaller batches, a smaller size=, or delete_used=True."
+        f"flight. Take smaller batches or a smaller size; {OPTION}delete_used=True) needs one less."
     )

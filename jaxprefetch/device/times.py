@@ -47,6 +47,16 @@ class LoopTimes:
     steps_seen: int = 0
     first: bool = True  # the interval in which the first step is compiled tells nothing
 
+    @property
+    def source_ns(self) -> int:
+        """What was waited for the source."""
+        return self.for_source.ns
+
+    @property
+    def room_ns(self) -> int:
+        """What was waited for the devices."""
+        return self.for_landing.ns + self.for_fence.ns
+
     def begin_pass(self) -> None:
         """What lies between two passes is nobody's step."""
         self.last_ns = 0

@@ -59,7 +59,7 @@ class LastBatch:
             return rows
         if rows > self.rows:
             raise ValueError(
-                f"Batch {number}: {rows} rows where batch 0 has {self.rows}: last_batch='pad' gives every batch the "
+                f"Batch {number}: {rows} rows where batch 0 has {self.rows}: padding gives every batch the "
                 "rows of the first. Let the source yield its largest batch first, or split larger ones."
             )
         return _rounded_up(self.rows, shards)

@@ -64,7 +64,7 @@ class Inbox:
         return self._left
 
     def reserve(self, room: object, timeout: float | None) -> bool:
-        """Takes room for a batch, which `room` stands for; False when there is none within so many seconds. Blocking: that long.
+        """Takes room for a batch, which `room` stands for. Blocking: so many seconds; False when there was none.
 
         Raises:
             Closed: nothing is taken any more.

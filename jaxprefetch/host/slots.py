@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxprefetch.errors import OPTION
 from jaxprefetch.host.copying import Copier
 
 logger = logging.getLogger("jaxprefetch")
@@ -197,7 +198,7 @@ class Slots:
             logger.warning(
                 "jaxprefetch: host memory cannot be registered with the driver (%s), so each batch is copied once more "
                 "on its way to the device, by one thread. Raise the limit of locked memory (ulimit -l), lower "
-                "host_size or max_host_bytes, or take a newer jaxlib.",
+                f"{OPTION}host_size=...) or max_host_bytes, or take a newer jaxlib.",
                 error,
             )
             return None

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Protocol
 
 from jaxprefetch.host import forks
@@ -26,7 +27,8 @@ AFTER_END = -1
 class WritesBatches(Protocol):
     """What an iterator, or a source that cannot be iterated, may have: it writes its batches into memory it is given.
 
-    `__next__`, which iterators have besides, is not called then. StopIteration, from either, is the end, too.
+    `__next__`, which iterators have besides, is not called then. StopIteration, from either, is the end, too. It is
+    gone through once: several passes need a source whose `__iter__` makes a new one for each.
 
     Blocking: both may take their time: they are called by the thread that reads, with `host_size=0` by the loop's. What
         they raise arrives at the batch that it was raised for.
@@ -55,11 +57,18 @@ class WritesBatches(Protocol):
         ...
 
 
+class MakesReaders(Protocol):
+    """A source of several passes, each of which is read from an object of its own; that needs no `__next__`."""
+
+    def __iter__(self) -> WritesBatches: ...
+
+
 class Source:
     """A source of batches and whether it can be gone through again.
 
     Raises:
-        TypeError: it cannot be iterated, or iterating it does not give batches.
+        TypeError: it cannot be iterated, or iterating it does not give batches; it has `read_into` without describing
+            its batches.
     """
 
     def __init__(self, source: Any):
@@ -68,18 +77,27 @@ class Source:
                 f"source: iterating a {type(source).__name__} does not give batches. "
                 "Pass an iterable of batches; a single one goes into a list."
             )
-        if not any(hasattr(source, name) for name in ("__iter__", "__next__", "__getitem__", "read_into")):
+        ways = ("__iter__", "__next__", "__getitem__", "read_into")
+        if isinstance(source, type) or not any(hasattr(source, name) for name in ways):
             what = f"{type(source).__name__} {source!r:.100}"
             cure = " Call it, and pass what it returns." if callable(source) else ""
             raise TypeError(f"source: expected an iterable of batches, got {what}.{cure}")
+        is_iterator = hasattr(source, "__next__") or (writes_batches(source) and not hasattr(source, "__iter__"))
+        if is_iterator:
+            check_describes(source)
         forks.watch()
         self._source = source
-        is_iterator = hasattr(source, "__next__") or (writes_batches(source) and not hasattr(source, "__iter__"))
         self.reiterable = not is_iterator
 
-    def open(self) -> Iterator[Any]:
-        """The iterator of one pass."""
-        return iter(self._source) if hasattr(self._source, "__iter__") or self.reiterable else self._source
+    def open(self) -> Any:
+        """The iterator of one pass, or what writes its batches.
+
+        Raises:
+            TypeError: it is no iterator; it has `read_into` without describing its batches.
+        """
+        if hasattr(self._source, "__iter__"):
+            return self._made(self._source.__iter__())  # iter() would want a __next__ of what only writes
+        return iter(self._source) if self.reiterable else self._source
 
     def has_places(self, iterator: Any) -> bool:
         """Whether it has a state of its own behind each batch of this iterator. Called once, by whoever pulls."""
@@ -91,10 +109,47 @@ class Source:
     def place_after(self) -> Any:
         """Its own state from which the next pass begins; None as above."""
 
+    def _made(self, iterator: Any) -> Any:
+        """What the source's `__iter__` has made, if a pass can be read from it."""
+        check_describes(iterator)
+        kind = type(self._source).__name__
+        if self.reiterable and iterator is self._source:
+            raise TypeError(
+                f"source: __iter__ of a {kind} returns the object itself, which would be spent after a pass. Let it "
+                "make a new one for each pass, or leave __iter__ out."
+            )
+        if not (hasattr(iterator, "__next__") or writes_batches(iterator)):
+            raise TypeError(
+                f"source: __iter__ of a {kind} returned a {type(iterator).__name__}, expected an iterator of batches. "
+                "Return iter(...) of it, or yield them."
+            )
+        return iterator
+
 
 def writes_batches(iterator: Any) -> bool:
     """Whether it writes its batches into memory that it is given."""
     return callable(getattr(iterator, "read_into", None))
+
+
+def check_describes(iterator: Any) -> None:
+    """What writes its batches has an `element_spec` that is no method; it is not read here, for that may take long.
+
+    Raises:
+        TypeError: it has none, or a method.
+    """
+    if not writes_batches(iterator):
+        return
+    what = f"source: a {type(iterator).__name__} has read_into,"
+    cure = "Give it a property of shapes and dtypes, such as {'x': jax.ShapeDtypeStruct((256, 32), np.float32)}."
+    spec = inspect.getattr_static(iterator, "element_spec", _MISSING)
+    if spec is _MISSING and not hasattr(type(iterator), "__getattr__"):
+        raise TypeError(f"{what} but no element_spec to say what its batches are. {cure}")
+    if isinstance(spec, _METHODS):
+        raise TypeError(f"{what} and its element_spec is a method where a value is expected. {cure}")
+
+
+_MISSING = object()
+_METHODS = FunctionType, MethodType, BuiltinFunctionType, staticmethod, classmethod
 
 
 def close_iterator(iterator: Any) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jaxprefetch.errors import OPTION
+
 Uneven = Literal["error", "drop", "pad"]
 UNEVEN = ("error", "drop", "pad")
 
@@ -22,8 +24,8 @@ Leaves = Sequence[Sequence[str]]
 """For each leaf: its path, what this process has of it, what it is altogether (empty: the process's own matter)."""
 
 CURE = (
-    "Let every process yield as many batches, or pass uneven='drop' to stop all where the first ends, or uneven='pad' "
-    "(with last_batch='pad') to go on with padding until all have ended."
+    f"Let every process yield as many batches; {OPTION}uneven='drop') stops all where the first ends, uneven='pad' "
+    "(with last_batch='pad') goes on with padding until all have ended."
 )
 
 
@@ -85,7 +87,8 @@ def _decide_later(number: int, processes: Sequence[int], notes: Mapping[int, Any
         return _error(
             number,
             f"{names(list(changed))} {_has(changed)} another shape than before ({_told(changed[process])}), and "
-            f"{names(others)} {_has(others)} not. Let all change at the same batch, or pass last_batch='pad'.",
+            f"{names(others)} {_has(others)} not. Let all change at the same batch; "
+            f"{OPTION}last_batch='pad') gives all batches one shape.",
         )
     if (difference := _difference(changed)) is not None:
         return _error(number, difference)
