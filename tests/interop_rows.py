@@ -3,6 +3,7 @@
 DataLoader(Rows(), batch_size=4, num_workers=2)     # batches of rows 0-3, 4-7, ...
 DataLoader(Rows(dies_at=13), ...)                   # the worker that makes row 13 is gone
 DataLoader(Rows(fails_at=13), ...)                  # the worker that makes row 13 raises ValueError
+DataLoader(Filled(96, {"bfloat16": 8}), ...)        # tensors of PyTorch's, of these dtypes and lengths
 """
 
 from __future__ import annotations
@@ -34,6 +35,21 @@ class Rows:
         if index == self.fails_at:
             raise ValueError(f"row {index} is broken")
         return {"x": np.full(3, index, np.float32), "y": np.int32(index)}
+
+
+class Filled:
+    """A map-style data set: row i has for each dtype a tensor with so many values, all of them i modulo 251."""
+
+    def __init__(self, length: int, values: dict[str, int]):
+        self._length, self._values = length, values
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        return {name: torch.full((n,), index % 251, dtype=getattr(torch, name)) for name, n in self._values.items()}
 
 
 def rows(batches: Iterable[Any]) -> list[list[int]]:

@@ -36,6 +36,7 @@ class Settings:
     rounds: int
     seconds: float
     out: Path
+    sources: tuple[str, ...]
 
     def budget(self, seconds: float | None = None) -> Budget:
         """The steps of one measurement: `--tiny` allows three, whatever else is asked for."""

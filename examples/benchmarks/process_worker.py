@@ -1,12 +1,14 @@
 """One process of those that `processes.py` measures: it answers a line of JSON with a line of JSON.
 
-{"do": "data", "dtype": "uint8"}, {"do": "size"}
-{"do": "open", "source": "resident" | "counted" | "known"}, {"do": "run", "steps": 20}, {"do": "close"}
+{"do": "data", "dtype": "uint8"}
+{"do": "open", "source": "resident" | "counted" | "known", "memory": "pageable" | "pinned" | "read_into"}
+{"do": "run", "steps": 20}, {"do": "close"}
 {"do": "host", "source": "counted" | "known", "steps": 400, "step_s": 0.005}
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,6 +22,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pinned
+import sources
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxprefetch
@@ -52,34 +56,41 @@ class Worker:
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._local = told["devices"]
-        self._batches: list[dict[str, np.ndarray]] = []
+        self._memory = contextlib.ExitStack()  # of the host's batches
+        self._host: dict[str, pinned.HostBatches] = {}
         self._open = self._iterator = None
         if told["train"]:
             self._make_step()
 
     def data(self, dtype: str) -> dict:
-        """Makes the host's batches: rows of images for each of this process's devices."""
+        """Makes the host's batches, pinned and not: rows of images for each of this process's devices.
+
+        Returns:
+            The bytes of a batch, all processes together, and whether memory could be pinned.
+        """
+        self.forget()
         rows, values = (8, 600) if self._tiny else (1024, 227 * 227 * 3)
-        random, shape = np.random.default_rng(jax.process_index()), (rows * self._local, values)
-        draw = random.integers(0, 255, shape[1], dtype=np.uint8).astype(dtype)
-        self._batches = [{"image": np.ascontiguousarray(np.broadcast_to(draw + i, shape))} for i in range(3)]
-        return {}
+        spec = {"image": ((rows * self._local, values), np.dtype(dtype).type)}
+        self._host = self._memory.enter_context(pinned.both(spec, 3, jax.local_devices()[0].client))
+        batches = self._host["pinned"]
+        return {"nbytes": batches.nbytes * jax.process_count(), "pinned": batches.pinned}
 
-    def size(self) -> dict:
-        """Bytes of a batch, all processes together."""
-        return {"nbytes": self._batches[0]["image"].nbytes * jax.process_count()}
-
-    def open(self, source: str) -> dict:
+    def open(self, source: str, memory: str) -> dict:
         """Begins to feed from this source."""
         self.close()
+        host = self._host["pinned" if memory == "pinned" else "pageable"]
         if source == "resident":
             arrays = [
                 {"image": jax.make_array_from_process_local_data(self._rows, batch["image"])}
-                for batch in self._batches[:2]
+                for batch in host.batches[:2]
             ]
             self._iterator = itertools.cycle(arrays)
             return {}
-        self._open = jaxprefetch.prefetch_to_device(self._source(source), sharding=self._rows)
+        self._open = jaxprefetch.prefetch_to_device(
+            sources.ReadsInto(host) if memory == "read_into" else _source(source, host.batches),
+            sharding=self._rows,
+            fresh_buffers=True if memory == "pinned" else None,
+        )
         self._iterator = iter(self._open)
         return {}
 
@@ -98,11 +109,18 @@ class Worker:
         self._open = self._iterator = None
         return {}
 
+    def forget(self) -> dict:
+        """Ends what was opened, and gives up the host's batches."""
+        self.close()
+        self._host = {}
+        self._memory.close()
+        return {}
+
     def host(self, source: str, steps: int, step_s: float) -> dict:
         """What the loop's thread does for a step in which it waits, and how many batches come without a step."""
-        self._batches = [{"image": np.zeros((4, 16), np.float32)}]
+        host = [{"image": np.zeros((4, 16), np.float32)}]
         pause, took = threading.Event(), []
-        with jaxprefetch.prefetch_to_device(self._source(source), sharding=self._rows) as batches:
+        with jaxprefetch.prefetch_to_device(_source(source, host), sharding=self._rows) as batches:
             iterator = iter(batches)
             for _ in range(10):
                 next(iterator)
@@ -123,9 +141,6 @@ class Worker:
             "process_us": 1e6 * process / steps,
             "batches_per_s": rate,
         }
-
-    def _source(self, name: str) -> Known | Iterator:
-        return Known(self._batches) if name == "known" else itertools.cycle(self._batches)
 
     def _make_step(self) -> None:
         """A step that reads the whole batch and multiplies by the same weights again and again, with their gradient."""
@@ -152,6 +167,10 @@ class Worker:
         self._state = [draw(jax.random.key(i), shape, jnp.bfloat16) / shape[0] ** 0.5 for i, shape in enumerate(shapes)]
 
 
+def _source(name: str, batches: list) -> Known | Iterator:
+    return Known(batches) if name == "known" else itertools.cycle(batches)
+
+
 def main() -> None:
     """Answers until the input ends."""
     told = json.loads(sys.argv[1])
@@ -170,7 +189,7 @@ def main() -> None:
             traceback.print_exc()
             answer = {"error": "".join(traceback.format_exception_only(error)).strip()}
         print(json.dumps(answer), file=answers, flush=True)
-    worker.close()
+    worker.forget()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Measures what several processes cost: the host's time for a step by their number, and two GPUs in one process or two.
 
-    python examples/benchmarks/processes.py --gpus 2 --rounds 7 --parts training --out results/2gpu    # a host with two
+    python examples/benchmarks/processes.py --gpus 2 --rounds 4 --parts training --out results/2gpu    # a host with two
     python examples/benchmarks/processes.py --parts host --out results/cpu                             # CPU processes
     python examples/benchmarks/processes.py --tiny --out /tmp/tiny                                     # a CPU, a minute
 
 `training`: the same training with data parallelism over all GPUs, once by one process that has them all and once by as
-many processes with one each, on resident batches and on batches of a generator, whose end nobody knows before: so every
-batch is agreed on. Both are started once and take turns; a measurement is as long as its slowest process.
+many processes with one each, on resident batches, on batches of a generator, whose end nobody knows before, so that
+every batch is agreed on ("counted"), and on those of a list ("known"). `--sources` says where the batches lie: in
+ordinary arrays (pageable), in memory registered with the driver (pinned), or where the source writes them (read_into,
+which is counted always). Both ways are started once and take turns; a measurement is as long as its slowest process.
 
 `host`: 1, 2 and 4 processes on CPU devices, with batches so small that only the host's own work is left, and a step in
 which the loop's thread waits. `next_us` is what `next()` takes on it, `loop_us` and `process_us` the CPU time of that
@@ -24,7 +26,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import runner
@@ -35,7 +37,8 @@ from peers import Method
 
 PARTS = {"training": "processes:training_part", "host": "processes:host_part"}
 WORKER = Path(__file__).with_name("process_worker.py")
-SECONDS = 210
+SECONDS = 190
+ON_CPU = Budget(most=20, least=3, seconds=1.0, warm=2)
 COUNTS = (1, 2, 4)
 STEP_S = 0.005
 
@@ -107,20 +110,17 @@ def training_part(settings: Settings, results: dict, log: Callable[[str], None])
             log(f"{name}: {ways[name].devices}")
 
         def measure(method: Method, pace_ms: float | None) -> dict:
-            way, _, source = method.name.partition(", ")
-            ways[way].ask(do="open", source=source)
-            budget = settings.budget(2.0) if platform == "gpu" else Budget(most=20, least=3, seconds=1.0, warm=2)
+            way, source = method.name.split(", ")[:2]
+            ways[way].ask(do="open", source=source, memory=method.memory)
+            budget = settings.budget(1.2) if platform == "gpu" else ON_CPU
             sample = measured(ways[way].run, budget, pace_ms)
             ways[way].ask(do="close")
             return sample
 
         for dtype in ("uint8", "float32"):
-            for workers in ways.values():
-                workers.ask(do="data", dtype=dtype)
-            names = [f"{way}, {source}" for source in ("resident", "counted", "known") for way in (one, many)]
-            bases = {name: name.replace(many, one) for name in names}
-            methods = [Method(name, base=bases[name], is_ours=True) for name in names]
-            about = {"batch_bytes": ways[one].ask(do="size")[0]["nbytes"]}
+            made = [answer for workers in ways.values() for answer in workers.ask(do="data", dtype=dtype)]
+            methods = list(_methods(one, many, settings.sources))
+            about = {"batch_bytes": made[0]["nbytes"], "pinned": all(answer["pinned"] for answer in made)}
             turns = timing.Turns(settings.rounds, SECONDS / 2)
             timing.Contest(measure, about).run(dtype, methods, turns, results, log)
 
@@ -142,6 +142,14 @@ def host_part(settings: Settings, results: dict, log: Callable[[str], None]) -> 
     for name, found in samples.items():
         results[name] = {key: timing.spread([sample[key] for sample in found]) for key in found[0]}
     results["cores"] = os.cpu_count()
+
+
+def _methods(one: str, many: str, memories: Sequence[str]) -> Iterator[Method]:
+    """Every source for one process, and for many, which are compared with it."""
+    fed = [(f", {kind}, {memory}", memory) for memory in memories for kind in ("counted", "known")]
+    for what, memory in ((", resident", "pageable"), *fed):
+        if what != ", known, read_into":  # such a source has no length
+            yield from (Method(way + what, memory, base=one + what, is_ours=True) for way in (one, many))
 
 
 def _in_turns(rounds: int, ways: dict[int, Workers]) -> Iterator[tuple[int, tuple[int, Workers], str]]:

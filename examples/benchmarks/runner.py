@@ -29,6 +29,7 @@ import report
 from environment import Settings
 
 PART_TIMEOUT_S = 300
+SOURCES = ("pageable", "pinned", "read_into")
 Parts = Mapping[str, str]
 
 
@@ -65,18 +66,24 @@ def _options(description: str, parts: Parts) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small sizes and three steps, for a CPU")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (3)")
     parser.add_argument("--seconds", type=float, default=0.6, help="length of one AlexNet measurement (0.6)")
+    parser.add_argument(
+        "--sources",
+        type=lambda text: text.split(","),
+        default=["pageable", "pinned"],
+        help=f"what `training` is fed from, of {','.join(SOURCES)} (pageable,pinned)",
+    )
     parser.add_argument("--limit", type=float, default=440.0, help="seconds after which no part is started (440)")
     parser.add_argument("--worker", choices=parts, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    unknown = set(options.parts) - set(parts)
-    if unknown:
-        parser.error(f"unknown parts {sorted(unknown)}; there are {', '.join(parts)}")
+    for what, got, known in (("parts", options.parts, parts), ("sources", options.sources, SOURCES)):
+        if unknown := set(got) - set(known):
+            parser.error(f"unknown {what} {sorted(unknown)}; there are {', '.join(known)}")
     return options
 
 
 def _settings(options: argparse.Namespace) -> Settings:
     rounds = 1 if options.tiny else options.rounds
-    return Settings(options.gpus, options.tiny, rounds, options.seconds, options.out)
+    return Settings(options.gpus, options.tiny, rounds, options.seconds, options.out, tuple(options.sources))
 
 
 @contextlib.contextmanager
