@@ -41,7 +41,8 @@ def fetch_to_host(outputs: Iterable[T], size: int = 4, *, max_bytes: int | str |
         outputs: an iterable of pytrees, such as a generator that runs a step for each batch. Leaves that are no
             `jax.Array` are handed on as they are. An array may be deleted or donated as soon as the iterator is asked
             for the next.
-        size: outputs on their way at most; 1 waits for each before the next step is asked for.
+        size: outputs on their way at most; 1 waits for each before the next step is asked for. For a moment there
+            may be one more on the devices, whose memory JAX gives back just after its copy is done.
         max_bytes: the most bytes of outputs on their way, in host memory and so on the devices together (`2 << 30` or
             `"2GiB"`); one always gets through. One more output may wait on the devices for its turn.
 

@@ -37,6 +37,9 @@ from jaxprefetch.shapes import Shapes
 from jaxprefetch.sorting import Sorting, checked, leaf_at
 from jaxprefetch.stowage import Stowage
 
+FEW_BYTES = 1 << 20
+"""So many are sent as quickly from memory that the driver does not know."""
+
 
 def stager(placement: Placement, options: StagingOptions, max_host_bytes: int | None) -> Stager:
     """A stager with the host memory that its devices are best fed from."""
@@ -249,12 +252,25 @@ class Stager:
     def _own(self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int) -> Staged:
         """Host memory of our own for every leaf that needs it."""
         leaves, copied = self._sorting.sort(plan, order, leaves, rows, number)
-        slot = self._memory.take(plan.host_bytes) if copied else Fresh()
+        slot = self._take(plan, copied)
         try:
             return Staged(self._copied(plan, leaves, copied, slot), plan, slot)
         except Exception:  # after a Ctrl-C a copying thread may still write there: it goes when that has ended
             slot.free()
             raise
+
+    def _take(self, plan: Plan, copied: Sequence[int]) -> Slot | Fresh:
+        """Memory to copy these leaves into: a slot, but not for few bytes beside many that are sent as they are.
+
+        For the labels of images that a loader has pinned it would be another batch of pinned memory.
+        """
+        if not copied:
+            return Fresh()
+        if len(copied) < len(plan.leaves):
+            nbytes = sum([plan.leaves[i].nbytes for i in copied])
+            if nbytes <= FEW_BYTES <= plan.host_bytes - nbytes:
+                return Fresh()
+        return self._memory.take(plan.host_bytes)
 
     def _copied(
         self,

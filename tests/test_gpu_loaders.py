@@ -102,10 +102,11 @@ def test_pinned_batches_that_are_kept_do_not_change() -> None:
 
 
 def test_small_pinned_tensors_travel_packed(sent: list[set[int]]) -> None:
-    """A large tensor is put from where it lies, and small ones beside it together, from a slot."""
+    """A large tensor is put from where it lies, and small ones beside it together, without a slot for the batch."""
     made = loader({"float32": 1 << 15, "uint8": 1, "int16": 2, "bfloat16": 3}, 0, pinned=True)
     with prefetch_to_device(made) as batches:
         assert all_are_right(batches)
+        assert mapped_bytes(batches) == 0
     found = [(len(put), len(put & yielded)) for put, yielded in zip(sent, made.addresses, strict=True)]
     assert found == [(2, 1)] * BATCHES
 
