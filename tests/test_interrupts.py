@@ -96,6 +96,7 @@ def test_interrupted_put_is_repeated(host_size, monkeypatch):
         assert delivered + numbers(batches) == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("_ctrl_c_raises")
 def test_interrupted_inline_generator_is_no_end():
     """A generator that Ctrl-C has killed is not taken for one that has ended: the interrupt is raised again."""
 
