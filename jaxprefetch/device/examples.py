@@ -19,8 +19,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxprefetch.device.context import Context
+from jaxprefetch.device.cost import Cost, together
 from jaxprefetch.device.placement import Target
-from jaxprefetch.device.plan import Cost, check_splits, leaf_cost, total
+from jaxprefetch.device.plan import check_splits, leaf_cost
 
 WHOLE = PartitionSpec()
 """Of what every device has whole."""
@@ -75,7 +76,7 @@ class ResidentLayout:
     @property
     def cost(self) -> Cost:
         """Bytes on each device."""
-        return total(
+        return together(
             leaf_cost((self.slots, *leaf.shape), leaf.dtype.itemsize, leaf.target.sharding) for leaf in self.leaves
         )
 

@@ -10,11 +10,10 @@ Synopsis:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-Cost = Mapping[Hashable, int]
-"""Bytes of one batch by device."""
+from jaxprefetch.device.cost import Cost, on_fullest, together
 
 
 @dataclass(slots=True)
@@ -52,7 +51,7 @@ class Flight:
     @property
     def most_bytes(self) -> int:
         """Bytes charged on the fullest device."""
-        return _most(_charges(self.batches.values()))
+        return on_fullest(_charges(self.batches.values()))
 
     @property
     def newest_owed(self) -> int | None:
@@ -83,31 +82,31 @@ class Flight:
             waited: now without what only a wait keeps.
         """
         held = {**self.held(waited), number: batch}
-        most = _most([*_charges(held.values()), held[taken].out])
+        most = on_fullest([*_charges(held.values()), held[taken].out])
         for m in range(taken + 1, number + 1):
             last = held[m - 1]
             costs = [held[n].cost for n in range(m, number + 1)] + [held[m].out]
             if last.foreign or not self._gives_back:
                 costs += [last.cost, last.out]
-            most = max(most, _most(costs))
+            most = max(most, on_fullest(costs))
         return most
 
     def shortage(self, batch: InFlight) -> tuple[int, int]:
         """(bytes that a batch needs, bytes charged) on the device where they are most together."""
-        held = _together(_charges(self.batches.values()))
-        need = _together([batch.cost, batch.out])
+        held = together(_charges(self.batches.values()))
+        need = together([batch.cost, batch.out])
         return max(((n, held.get(device, 0)) for device, n in need.items()), key=sum, default=(0, 0))
 
     def most_with_out(self, number: int) -> int:
         """Bytes on the fullest device once this batch is handed out, and the one before is still there."""
         out = self.batches[number].out
-        return _most([*_charges(self.batches.values()), out]) if out else 0
+        return on_fullest([*_charges(self.batches.values()), out]) if out else 0
 
     def with_issued(self, number: int, batch: InFlight) -> dict[int, InFlight]:
         """`batches` with one more; counted in the peaks."""
         batches = {**self.batches, number: batch}
         self.peak_batches = max(self.peak_batches, len(batches))
-        self.peak_bytes = max(self.peak_bytes, _most(_charges(batches.values())))
+        self.peak_bytes = max(self.peak_bytes, on_fullest(_charges(batches.values())))
         return batches
 
     def without_dropped(self, number: int) -> dict[int, InFlight]:
@@ -145,19 +144,6 @@ class Flight:
             for number, batch in self.batches.items()
             if not (batch.dropped and batch.landed) or self.waits_for_fence(number, batch)
         }
-
-
-def _together(costs: Iterable[Cost]) -> dict[Hashable, int]:
-    """Their sum on each device."""
-    total: dict[Hashable, int] = {}
-    for cost in costs:
-        for device, n in cost.items():
-            total[device] = total.get(device, 0) + n
-    return total
-
-
-def _most(costs: Iterable[Cost]) -> int:
-    return max(_together(costs).values(), default=0)
 
 
 def _charges(batches: Iterable[InFlight]) -> Iterator[Cost]:

@@ -21,8 +21,9 @@ from typing import Any
 import jax
 
 from jaxprefetch.device.context import Context, compiled_as_ever, in_clean_thread
+from jaxprefetch.device.cost import Cost, on_fullest, together
 from jaxprefetch.device.packing import Packing, buffer_struct, compiled_unpack
-from jaxprefetch.device.plan import Cost, LeafPlan, Plan, leaf_cost, total
+from jaxprefetch.device.plan import LeafPlan, Plan, leaf_cost
 
 OnDevice = Callable[[Any], Any]
 
@@ -94,21 +95,21 @@ class HandOut:
         if plan.packing is not None:
             return _unpacked(plan, plan.packing, self._context)
         sizes = {i: sum(leaf.cost.values()) for i, leaf in enumerate(plan.leaves) if leaf.made}
-        return Delivery(plan.treedef, None, tuple(range(len(plan.leaves))), _argmax(sizes), Cost(), plan.most)
+        return Delivery(plan.treedef, None, tuple(range(len(plan.leaves))), _argmax(sizes), {}, plan.most)
 
 
 def _unpacked(plan: Plan, packing: Packing, context: Context) -> Delivery:
     n = len(plan.leaves)
     places = {part.leaf: n + 1 + position for position, part in enumerate(packing.parts)}
     sizes = {i: sum(leaf.cost.values()) for i, leaf in enumerate(plan.leaves) if leaf.made}
-    out = total(plan.leaves[i].cost for i in places)
+    out = together(plan.leaves[i].cost for i in places)
     return Delivery(
         treedef=plan.treedef,
         specs=None,
         order=tuple(places.get(i, i) for i in range(n)),
         largest=_argmax(sizes),
         out=out,
-        most=_most(plan.cost, out),
+        most=on_fullest([plan.cost, out]),
         inputs=(n,),
         call=compiled_unpack(packing, context),
     )
@@ -149,14 +150,14 @@ def _transformed(plan: Plan, leaves: Sequence[Any], on_device: OnDevice, context
     infos, call = in_clean_thread(lambda: _compiled(jaxprefetch_on_device, structs, context))
     specs = [_spec(*pair) for pair in zip(infos, call.output_shardings, strict=True)]
     costs = [leaf_cost(spec.shape, spec.dtype.itemsize, spec.sharding) for spec in specs]
-    out, (order, treedef) = total(costs), traces[-1]
+    out, (order, treedef) = together(costs), traces[-1]
     return Delivery(
         treedef=treedef,
         specs=tuple(plan.leaves[i].spec if i < n else specs[i - first] for i in order),
         order=order,
         largest=_argmax({place: sum(costs[i - first].values()) for place, i in enumerate(order) if i >= first}),
         out=out,
-        most=_most(plan.cost, out),
+        most=on_fullest([plan.cost, out]),
         inputs=tuple(inputs),
         call=call,
     )
@@ -190,10 +191,6 @@ def _struct(plan: LeafPlan, leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _spec(info: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding, weak_type=info.weak_type)
-
-
-def _most(cost: Cost, out: Cost) -> int:
-    return max(total([cost, out]).values(), default=0)
 
 
 def _argmax(sizes: dict[int, int]) -> int | None:

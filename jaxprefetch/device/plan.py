@@ -22,14 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from jaxprefetch.device.context import STANDARD_DTYPES, Context, Device
+from jaxprefetch.device.context import STANDARD_DTYPES, Context
+from jaxprefetch.device.cost import Cost, together
 from jaxprefetch.device.packing import Packing, find_packing
 from jaxprefetch.device.placement import Target, local_devices
 from jaxprefetch.device.shards import ShardRows, scatters
 from jaxprefetch.device.transfer import Transfer
 from jaxprefetch.errors import KEEP, OPTION, add_note, deleted
-
-Cost = dict[Device, int]
 
 HOST_ALIGNMENT = 64
 """Bytes between the starts of leaves in host memory."""
@@ -101,7 +100,7 @@ class Plan:
             targets[len(leaves)], sizes[len(leaves)] = packing.target, packing.nbytes
             costs.append(packing.cost)
         offsets, host_bytes = _laid_out(sizes)
-        cost = total(costs)
+        cost = together(costs)
         return cls(
             treedef=treedef,
             leaves=leaves,
@@ -182,15 +181,6 @@ def _transfer(
     loose = tuple(i for i in made if i not in placed)
     devices = {i: shards.of_device for i, shards in rows.items()}
     return Transfer(context, loose, tuple(placed), tuple(placed.values()), devices)
-
-
-def total(costs: Iterable[Cost]) -> Cost:
-    """Bytes on each device, together."""
-    out = Cost()
-    for cost in costs:
-        for device, n in cost.items():
-            out[device] = out.get(device, 0) + n
-    return out
 
 
 def plan_leaf(path: str, target: Target | None, leaf: Any, *, number: int, batch_axis: int, x64: bool) -> LeafPlan:

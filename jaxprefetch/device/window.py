@@ -32,7 +32,8 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxprefetch.device.actions import Action, Do
-from jaxprefetch.device.flight import Cost, Flight, InFlight
+from jaxprefetch.device.cost import Cost
+from jaxprefetch.device.flight import Flight, InFlight
 
 
 class Window:
