@@ -16,6 +16,7 @@ OPTION = "prefetch_to_device(..., "
 
 KEEP = f"{OPTION}keep_on_host=...) hands it on as it is; else leave it out of the batch."
 """The cure for a leaf that cannot go to a device."""
+
 SAY_AFTER_SECONDS = 10.0
 """A wait without a timeout that has lasted so long is logged, once a wait."""
 

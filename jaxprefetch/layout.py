@@ -29,7 +29,7 @@ KeepOnHost = Callable[[str, Any], bool] | Sequence[str] | str | None
 
 @dataclass(frozen=True)
 class StagingOptions:
-    """The arguments of `prefetch_to_device` that speak of leaves and rows; their meaning is told there."""
+    """What the arguments of `prefetch_to_device` say of leaves and rows; their meaning is told there."""
 
     keep_on_host: KeepOnHost = None
     last_batch: Mode = "error"
@@ -37,6 +37,7 @@ class StagingOptions:
     batch_axis: int = 0
     fresh_buffers: bool | None = None
     fresh_tensors: bool = False  # each batch has pinned tensors of its own
+    pads_past_end: bool = False  # batches of padding may have to follow the source's end
 
     @property
     def names(self) -> tuple[str, ...]:

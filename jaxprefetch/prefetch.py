@@ -17,7 +17,6 @@ from jaxprefetch.arguments import check_function, check_keep_on_host, check_key,
 from jaxprefetch.device.handout import OnDevice
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
-from jaxprefetch.fillers import Fillers
 from jaxprefetch.host.batching import MODES, Mode
 from jaxprefetch.host.loaders import pins_batches
 from jaxprefetch.host.memory import default_host_bytes
@@ -146,16 +145,16 @@ def prefetch_to_device(
     if uneven == "pad" and last_batch != "pad":
         raise ValueError("uneven='pad' needs the mask that last_batch='pad' makes: pass that, too.")
     fresh_tensors = fresh_buffers is None and pins_batches(source)
-    options = StagingOptions(keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers, fresh_tensors)
     placement = Placement(sharding)
     max_host_bytes = parse_bytes("max_host_bytes", max_host_bytes) or default_host_bytes()
     group = Group.of(placement.all_devices, uneven)
-    makes = stager(placement, options, max_host_bytes)
-    if group is not None and uneven == "pad":
-        makes.fillers = Fillers()
+    pads_past_end = group is not None and uneven == "pad"
+    options = StagingOptions(
+        keep_on_host, last_batch, mask_key, batch_axis, fresh_buffers, fresh_tensors, pads_past_end
+    )
     return DevicePrefetcher(
         ResumableSource(source, resume),
-        makes,
+        stager(placement, options, max_host_bytes),
         functools.partial(Window, size, delete_used=bool(delete_used), max_bytes=parse_bytes("max_bytes", max_bytes)),
         placement,
         Reading(host_size=host_size, max_host_bytes=max_host_bytes, group=group, whole=last_batch != "drop"),

@@ -79,8 +79,7 @@ class DeviceQueue(Generic[T]):
         window = Window(size, max_bytes=self._max_bytes, released_by=released_by(self._placement.devices))
         self._inbox = Inbox(size, lambda: window.taken)
         self._turn = Turn()  # of the threads that get; it guards all that follows but the stagers
-        self._feed = Feed(window, HandOut(None, self._placement.context))
-        self._feed.kept = _ConsumersBatches(bound=0)
+        self._feed = Feed(window, HandOut(None, self._placement.context), _ConsumersBatches(bound=0))
         self._feed.begin_pass(self._inbox)
         self._held: dict[Thread, weakref.ref[Any]] = {}  # the batch that each consumer took last
         self._undelivered: deque[Any] = deque()  # taken, and kept from the caller by a Ctrl-C
@@ -202,8 +201,7 @@ class DeviceQueue(Generic[T]):
         try:
             own = self._stagers.pop()
         except IndexError:  # all are at work
-            own = stager(self._placement, StagingOptions(), default_host_bytes())
-            own.shapes = self._alike
+            own = stager(self._placement, StagingOptions(), default_host_bytes(), self._alike)
         try:
             staged = own.stage(batch, self._inbox.count, lambda nbytes: None)
         finally:

@@ -9,6 +9,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,15 +42,17 @@ FEW_BYTES = 1 << 20
 """So many are sent as quickly from memory that the driver does not know."""
 
 
-def stager(placement: Placement, options: StagingOptions, max_host_bytes: int | None) -> Stager:
+def stager(
+    placement: Placement, options: StagingOptions, max_host_bytes: int | None, shapes: Shapes | None = None
+) -> Stager:
     """A stager with the host memory that its devices are best fed from."""
+    make = functools.partial(Stager, placement, options, shapes=shapes)
     if any(device.platform == "cpu" for device in placement.devices):  # what was put is read there for good
-        return Stager(placement, options)
+        return make()
     pinning = Pinning.of(placement.devices)
     if pinning is None:
-        return Stager(placement, options, Slots(max_bytes=max_host_bytes))
-    slots = Slots(register=pinning.register, max_bytes=max_host_bytes)
-    return Stager(placement, options, slots, pinning.is_sent_directly)
+        return make(Slots(max_bytes=max_host_bytes))
+    return make(Slots(register=pinning.register, max_bytes=max_host_bytes), pinning.is_sent_directly)
 
 
 class Stager:
@@ -60,6 +63,7 @@ class Stager:
         options: how.
         memory: gives the host memory from which they are sent.
         sent_directly: whether an array that nobody writes to again is best sent from where it lies.
+        shapes: compares each batch with the first; None: as `last_batch` has it.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class Stager:
         options: StagingOptions,
         memory: Slots | FreshMemory | None = None,
         sent_directly: Callable[[np.ndarray], bool] = lambda leaf: True,
+        *,
+        shapes: Shapes | None = None,
     ):
         self._memory = memory or FreshMemory()
         self._copier = self._memory.copier
@@ -78,13 +84,13 @@ class Stager:
         self._structures: Recent[Any, Structure] = Recent()  # by treedef
         self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
         self._described: Described | None = None  # what a source has described last
-        self.shapes = Shapes(options.last_batch)  # compares each batch with the first
-        self.fillers: Fillers | None = None  # set where padding may have to follow the end
+        self._shapes = shapes or Shapes(options.last_batch)
+        self._fillers = Fillers() if options.pads_past_end else None
 
     @property
     def element_spec(self) -> Any:
         """Of the first batch; None before it."""
-        return None if self.shapes.first is None else self.shapes.first.element_spec
+        return None if self._shapes.first is None else self._shapes.first.element_spec
 
     def close(self) -> None:
         """Gives up the host memory that is free; the rest goes when its batches do."""
@@ -124,7 +130,7 @@ class Stager:
 
     def filler(self, number: int) -> Staged | None:
         """A batch like the last one, all of it padding."""
-        return None if self.fillers is None else self.stage(self.fillers.batch(), number, lambda nbytes: None)
+        return None if self._fillers is None else self.stage(self._fillers.batch(), number, lambda nbytes: None)
 
     def _offer(self, spec: Any, number: int, reserve: Reserve) -> Offer:
         leaves, treedef = jax.tree_util.tree_flatten(spec)
@@ -164,10 +170,10 @@ class Stager:
                 if offer is not None and offer.plan is not None:
                     reserve(-offer.plan.host_bytes)
                 return None
-            if self.fillers is not None:
-                self.fillers.note(parts, rows, self._options.batch_axis)
+            if self._fillers is not None:
+                self._fillers.note(parts, rows, self._options.batch_axis)
         plan, order = self._plan(layout, leaves, deliver, number)
-        self.shapes.compare(plan, number)
+        self._shapes.compare(plan, number)
         if offer is None or offer.plan is None:
             reserve(plan.host_bytes)
             return self._own(plan, order, leaves, rows, number)
@@ -205,7 +211,7 @@ class Stager:
         return self._structures.get(treedef, lambda: self._new_structure(raw, treedef, number))
 
     def _new_structure(self, raw: Any, treedef: Any, number: int) -> Structure:
-        if self.shapes.first is None:
+        if self._shapes.first is None:
             check_first(raw, self._options.names, number)
         paths = leaf_paths(raw)
         return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._options.names))

@@ -229,11 +229,12 @@ class Device:
         self._open.append(fence)
         return fence
 
-    def _stager(self, placement: Any, options: Any, max_host_bytes: int | None) -> Stager:
+    def _stager(self, placement: Any, options: Any, max_host_bytes: int | None, shapes: Any = None) -> Stager:
         copier = Copier(1)
         if self._copiers:
             copier.threads, copier._pool = 2, copying._Pool(1)
-        return Stager(placement, options, Slots(register=self._register, max_bytes=max_host_bytes, copier=copier))
+        slots = Slots(register=self._register, max_bytes=max_host_bytes, copier=copier)
+        return Stager(placement, options, slots, shapes=shapes)
 
     def _register(self, address: int, nbytes: int) -> Callable[[], None]:
         self.pinned += 1

@@ -41,11 +41,11 @@ PATIENCE_SECONDS = 0.05  # then the source may be waiting for the host memory of
 class Feed:
     """Hands out batches in order. Numbers go on from pass to pass; `first` is the number of this pass's batch 0."""
 
-    def __init__(self, window: Window, handout: HandOut):
+    def __init__(self, window: Window, handout: HandOut, kept: KeptBatches | None = None):
         self.window = window
         self.handout = handout
         self.times = LoopTimes()
-        self.kept = KeptBatches(bound=window.size + 1)
+        self.kept = KeptBatches(bound=window.size + 1) if kept is None else kept
         self.first = 0
         self.error: BaseException | None = None
         self.closed = False  # written by close(), False to True

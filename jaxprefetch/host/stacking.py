@@ -22,6 +22,10 @@ from jaxprefetch.host.leaves import as_host, fetch, is_closed, is_number, leaf_p
 SHARED_BYTES = 16 << 10
 """Leaves of samples that are smaller are copied on the calling thread: others would wait for the interpreter."""
 
+BYTES_A_THREAD = 36 << 10
+"""Each thread wants the GIL once a row, so that many threads wait for each other where rows are small: rows of 155 KB
+are stacked at 12 GiB/s by 4 threads and at 10 to 11 by 8 or 12, those of 618 KB at 16, 22 and 25."""
+
 _NUMBERS = {kind: np.asarray(kind()).dtype for kind in (bool, int, float, complex)}
 
 
@@ -35,11 +39,6 @@ def sample_spec(sample: Any, *, where: str) -> Any:
     leaves, treedef = jax.tree_util.tree_flatten(sample)
     arrays = [_as_array(leaf, f"{where}, sample 0{name}") for leaf, name in zip(leaves, _names(sample), strict=True)]
     return jax.tree_util.tree_unflatten(treedef, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays])
-
-
-BYTES_A_THREAD = 36 << 10
-"""Each thread wants the GIL once a row, so that many threads wait for each other where rows are small: rows of 155 KB
-are stacked at 12 GiB/s by 4 threads and at 10 to 11 by 8 or 12, those of 618 KB at 16, 22 and 25."""
 
 
 def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> None:
