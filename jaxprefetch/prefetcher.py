@@ -248,7 +248,8 @@ class DevicePrefetcher(Generic[T]):
                 self._feed.clear()
                 self._stager.close()
                 self._reading.close()
-                self._source.close()
+                if not self._places.begun:  # else whoever pulls does, when it comes to that
+                    self._source.close()
                 if self._undelivered is not _NOTHING:
                     self._undelivered = None  # and it still counts as not taken
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 
-from jaxprefetch.host.pipeline import EnterContext, Inline, Pipeline
+from jaxprefetch.host.inline import Inline
+from jaxprefetch.host.pipeline import EnterContext, Pipeline
 from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.resume import ResumableSource
 from jaxprefetch.processes.cards import Cards, gone

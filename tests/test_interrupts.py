@@ -19,7 +19,8 @@ from jaxprefetch import prefetch_to_device
 from jaxprefetch.device import packing
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.host import reader
-from jaxprefetch.host.pipeline import Inline, Pipeline
+from jaxprefetch.host.inline import Inline
+from jaxprefetch.host.pipeline import Pipeline
 from jaxprefetch.host.slots import Slots
 from jaxprefetch.host.source import Source
 from jaxprefetch.layout import StagingOptions

@@ -26,6 +26,15 @@ def test_a_prefetcher_under_any_schedule(case: Case) -> None:
     driven_prefetcher.run(case)
 
 
+def test_an_iterator_that_is_closed_while_it_is_opened_is_closed_once() -> None:
+    """`close()` strikes a reader that has just opened its source, whose iterator the reader then leaves alone."""
+    preempt = ((12, 0), (78, 0), (76, 1))
+    case = Case(size=1, host_size=1, source="closable", batches=0, closers=(1, 1), rival=True)
+    for shift in range(-6, 7):
+        moved = tuple((at + shift, other) if at > 12 else (at, other) for at, other in preempt)
+        driven_prefetcher.run(dataclasses.replace(case, choices=Choices(preempt=moved, turns=(0, 0, 1, 1, 0, 1))))
+
+
 @given(case=schedules.queues())
 @settings(max_examples=schedules.examples(600))
 def test_a_queue_under_any_schedule(case: QueueCase) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -140,7 +139,10 @@ class Pipeline:
         self.times.inside = "closing the source"
         self._take_back()
         self._raw.clear()
-        close_for_good(self.take_iterator())
+        if (iterator := self.take_iterator()) is not None:
+            self._source.hand_over(iterator)
+            close_for_good(iterator)
+        self._source.close()
 
     def take_iterator(self) -> Iterator[Any] | None:
         """The iterator, which whoever takes it closes; nothing is pulled from now on."""
@@ -175,15 +177,22 @@ class Pipeline:
 
     def _open(self) -> Iterator[Any]:
         if self._pulls is None:
-            if self._end is not None:  # it was closed from outside just now, and is not opened again
-                raise Cancelled
-            if self.iterator is None:
-                self.iterator = self._source.open()
-            self._has_places = self._source.has_places(self.iterator)
+            self._check_open()
+            iterator = self.iterator
+            if iterator is None:
+                iterator = self.iterator = self._source.open()
+            self._source.hand_over(iterator)
+            self._has_places = self._source.has_places(iterator)
             self._pulled(-1)
-            self._writes = writes_batches(self.iterator)
-            self._pulls = itertools.starmap(next, itertools.repeat((self.iterator,)))
+            self._writes = writes_batches(iterator)
+            self._check_open()
+            self._pulls = itertools.starmap(next, itertools.repeat((iterator,)))
         return self._pulls
+
+    def _check_open(self) -> None:
+        """The iterator may be taken, and closed, from outside; then it is neither opened again nor pulled from."""
+        if self._end is not None:
+            raise Cancelled
 
     def _pulled(self, number: int) -> None:
         """Notes the source's own state behind this batch (-1: before the first), before the next one is pulled."""
@@ -244,52 +253,3 @@ class Pipeline:
         offer, self._offer = self._offer, None
         if offer is not None:
             offer.free()
-
-
-class Inline:
-    """No thread: every `wait` pulls and stages on the caller's thread.
-
-    Args:
-        pipeline: what to run.
-        context: entered around each call of the source.
-    """
-
-    def __init__(self, pipeline: Pipeline, context: EnterContext = contextlib.nullcontext):
-        self.pipeline = pipeline
-        self._context = context
-        self.items: dict[int, Any] = {}
-        self._cancelled = False  # written once, False to True
-        self._inside = threading.Lock()  # held while the source runs; never waited for
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def before_next(self, taken: int) -> None:
-        """As `Shelf` has it."""
-
-    def wait(self, number: int, timeout: float | None) -> bool:
-        """Pulls and stages the next batch, however long that takes."""
-        with self._inside:
-            if not self._cancelled:
-                with self._context():
-                    item = self.items[number] = self.pipeline.advance(number, lambda nbytes: None, Exception)
-                    self.pipeline.forget()
-                    if isinstance(item, End):
-                        self.pipeline.close()
-        self._close_if_cancelled()
-        return True
-
-    def give_room(self, issued: int, landed: int) -> None:
-        """Room is not counted."""
-
-    def cancel(self) -> None:
-        """Closes the source: now, or when the call that is inside it returns."""
-        self._cancelled = True
-        self._close_if_cancelled()
-
-    close = cancel
-
-    def _close_if_cancelled(self) -> None:
-        if self._cancelled and not self._inside.locked():  # who takes it from now on sees that it is cancelled
-            with self._inside, self._context():
-                self.pipeline.close()

@@ -78,7 +78,7 @@ class ResumableSource(Source):
         return None if behind is None or (n := exact_length(self._source)) is None else max(0, n - behind)
 
     def open(self) -> Iterator[Any]:
-        """The iterator of one pass, at its place. The same again until `place` is asked of it.
+        """The iterator of one pass, at its place. The same again until it is handed over.
 
         Blocking: in the source, as long as it takes to go through it again.
 
@@ -100,10 +100,13 @@ class ResumableSource(Source):
                 )
         return iterator
 
-    def has_places(self, iterator: Any) -> bool:
-        """Whether it has a state of its own. The iterator, which `open` has given, is the caller's from now on."""
+    def hand_over(self, iterator: Any) -> None:
+        """See `Source`."""
         if iterator is self._opened:
             self._opened = None
+
+    def has_places(self, iterator: Any) -> bool:
+        """See `Source`."""
         has_state = _has_state(iterator)
         self.resumable = self.resumable or has_state
         return self._loads or (has_state and not self.replays)
@@ -170,7 +173,7 @@ class ResumableSource(Source):
             origin(self._open()).set_state(own)
 
     def close(self) -> None:
-        """Closes an iterator that no pass has taken over; what that raises is logged."""
+        """See `Source`; what closing raises is logged."""
         iterator, self._opened = self._opened, None
         close_for_good(iterator)
 

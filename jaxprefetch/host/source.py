@@ -99,9 +99,15 @@ class Source:
             return self._made(self._source.__iter__())  # iter() would want a __next__ of what only writes
         return iter(self._source) if self.reiterable else self._source
 
+    def hand_over(self, iterator: Any) -> None:
+        """This iterator, which `open` has given, is the caller's from now on, who closes it. By whoever pulls."""
+
     def has_places(self, iterator: Any) -> bool:
-        """Whether it has a state of its own behind each batch of this iterator. Called once, by whoever pulls."""
+        """Whether it has a state of its own behind each batch of this iterator."""
         return False
+
+    def close(self) -> None:
+        """Closes what was opened and not handed over. By whoever pulls, if somebody does."""
 
     def place(self, iterator: Any) -> Any:
         """Its own state behind what was pulled from this iterator."""

@@ -25,7 +25,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from jaxprefetch.errors import add_note
-from jaxprefetch.host.pipeline import End, Inline
+from jaxprefetch.host.inline import Inline
+from jaxprefetch.host.pipeline import End
 from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.shelf import Shelf
 from jaxprefetch.processes.agreement import Agreement

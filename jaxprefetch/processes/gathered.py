@@ -23,7 +23,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxprefetch.host.pipeline import End, Inline
+from jaxprefetch.host.inline import Inline
+from jaxprefetch.host.pipeline import End
 from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.shelf import Shelf
 from jaxprefetch.processes.cards import Cards, error_of, told

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxprefetch.host.pipeline import End, Inline
+from jaxprefetch.host.inline import Inline
+from jaxprefetch.host.pipeline import End
 from jaxprefetch.host.reader import Reader
 
 
