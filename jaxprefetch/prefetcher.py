@@ -185,7 +185,7 @@ class DevicePrefetcher(Generic[T]):
         like this one, of a source made like this one. Blocking: for the first batch, if the thread was started before.
 
         Raises:
-            TypeError: the source has no state of its own, and `resume="replay"` was not given.
+            TypeError: the source has no state of its own, or tells none here, and `resume="replay"` was not given.
             RuntimeError: another thread is inside the first `next()`.
             Exception: what the source raised when it was asked for its state.
         """

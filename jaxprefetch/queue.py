@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from queue import Empty, Full
-from threading import Thread, current_thread
+from threading import TIMEOUT_MAX, Thread, current_thread
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -30,12 +30,11 @@ from jaxprefetch.device.feed import Feed
 from jaxprefetch.device.handout import HandOut
 from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.device.placement import Placement
-from jaxprefetch.device.plan import Plan
 from jaxprefetch.device.window import Window
 from jaxprefetch.host.inbox import Closed, Inbox
 from jaxprefetch.host.memory import default_host_bytes
 from jaxprefetch.layout import Staged, StagingOptions
-from jaxprefetch.shapes import Shapes
+from jaxprefetch.shapes import Alike
 from jaxprefetch.staging import Stager, stager
 from jaxprefetch.turn import Turn
 
@@ -77,21 +76,22 @@ class DeviceQueue(Generic[T]):
         size, self._max_bytes = integer("size", size, 1), parse_bytes("max_bytes", max_bytes)
         self._placement = Placement(sharding)
         window = Window(size, max_bytes=self._max_bytes, released_by=released_by(self._placement.devices))
-        self._inbox = Inbox(size, lambda: window.taken)
+        undelivered: deque[Any] = deque()  # taken, and kept from the caller by a Ctrl-C; they count as not taken
+        self._inbox, self._undelivered = Inbox(size, lambda: window.taken - len(undelivered)), undelivered
         self._turn = Turn()  # of the threads that get; it guards all that follows but the stagers
         self._feed = Feed(window, HandOut(None, self._placement.context), _ConsumersBatches(bound=0))
         self._feed.begin_pass(self._inbox)
         self._held: dict[Thread, weakref.ref[Any]] = {}  # the batch that each consumer took last
-        self._undelivered: deque[Any] = deque()  # taken, and kept from the caller by a Ctrl-C
         self._stagers: deque[Stager] = deque()  # those that nobody uses now; append and pop are atomic
-        self._alike = _Alike()
+        self._alike = Alike()
 
     def put(self, batch: T, timeout: float | None = None) -> None:
         """Leaves a batch behind those that were put before.
 
         Args:
             batch: a pytree with the structure, shapes and dtypes of the first one; leaves as for `prefetch_to_device`.
-            timeout: seconds to wait for room at most; 0 does not wait, `None` waits for as long as it takes.
+            timeout: seconds to wait for room at most; 0 does not wait, `None` (or infinity) waits for as long as it
+                takes.
 
         Blocking: for room, that is for consumers, until `timeout` or `close()`; then while the batch is copied.
 
@@ -101,24 +101,20 @@ class DeviceQueue(Generic[T]):
                 it should. Nothing has changed then.
             TypeError, OverflowError: a leaf cannot go to a device; nothing has changed.
         """
-        timeout = None if timeout is None else seconds("timeout", timeout)
-        room = object()
+        timeout = _timeout(timeout)
         try:
-            if not self._inbox.reserve(room, timeout):
+            if not self._put(batch, timeout):
                 raise Full(f"put: the queue had no room within {timeout:g} s. Take batches faster, or wait longer.")
-            self._inbox.leave(room, self._staged(batch))
         except Closed:
             why = "is closed" if self._feed.error is None else f"has failed, and get() raises {self._feed.error!r}"
             raise ValueError(f"put: this queue {why}. Make a new one.") from None
-        finally:
-            self._inbox.withdraw(room)  # whatever has struck, wherever: nothing, where a batch was left
 
     def get(self, timeout: float | None = None) -> T:
         """The oldest batch, on its devices.
 
         Args:
-            timeout: seconds to wait for a batch at most; 0 does not wait, `None` waits for as long as it takes. Waits
-                for the devices are not cut short by it.
+            timeout: seconds to wait for a batch at most; 0 does not wait, `None` (or infinity) waits for as long as it
+                takes. Waits for the devices are not cut short by it.
 
         Blocking: for producers and for other consumers, until `timeout` or `close()`; for room on the devices, and
             until the batch that was taken before this one has landed. A Ctrl-C loses nothing.
@@ -129,22 +125,30 @@ class DeviceQueue(Generic[T]):
             ValueError: so many consumers hold a batch that `max_bytes` leaves no room for another; nothing has changed.
             Exception: what putting a batch on its devices has raised; again at every later call.
         """
-        timeout = None if timeout is None else seconds("timeout", timeout)
+        timeout = _timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         batch: Any = _NOTHING
         try:
             while batch is _NOTHING:
-                if not (self._undelivered or self._inbox.wait_for_item(_left(deadline))):
+                if not self._inbox.wait_for_item(_left(deadline)):
                     raise Empty(f"get: no batch came within {timeout:g} s.")
                 with self._turn.taken(_left(deadline)) as mine:
                     if not mine:
                         raise Empty(f"get: other threads were first, and no batch was left within {timeout:g} s.")
-                    if self._undelivered or self._feed.has_next:  # else another thread has taken it
+                    if self._inbox.is_new:  # a clear() was interrupted
+                        self._begin_anew()
+                    if self._undelivered:
+                        batch = self._undelivered[0]  # before it is gone from there
+                        self._undelivered.popleft()
+                    elif self._feed.has_next:  # else another thread has taken it
                         batch = self._take()
+                    self._hold(batch)
+            self._inbox.changed()
             return batch
-        except BaseException:
+        except BaseException:  # a Ctrl-C may strike wherever a function begins, or a call into C returns
             if batch is not _NOTHING:
                 self._undelivered.append(batch)
+                self._inbox.changed()
             raise
 
     def __iter__(self) -> Iterator[T]:
@@ -181,21 +185,33 @@ class DeviceQueue(Generic[T]):
         """Drops all batches that were put and not taken, so that waiting producers have room; never ends the queue.
 
         Blocking: for a consumer that is taking a batch, and until copies that have begun are done; the batches of
-            consumers stay.
+            consumers stay. A Ctrl-C leaves a queue that is cleared, or is as it was.
         """
-        feed = self._feed
         with self._turn.taken():
-            for staged in self._inbox.start_over(feed.window.issued):
-                staged.slot.free()
-            self._undelivered.clear()
-            if feed.error is None:
-                feed.window.fail()  # what is staged is not issued any more
-                self._drain()
-            if feed.error is None:
-                feed.begin_pass(self._inbox)
-            self._inbox.changed()
+            try:
+                self._undelivered.clear()
+                for staged in self._inbox.start_over(self._feed.window.issued):
+                    staged.slot.free()
+                self._begin_anew()
+            finally:
+                self._inbox.changed()
 
     # ---- producers
+
+    def _put(self, batch: T, timeout: float | None) -> bool:
+        """Leaves it if there is room; whatever strikes, wherever, the room is not taken for ever."""
+        room = object()
+        try:
+            if not self._inbox.reserve(room, timeout):
+                return False
+            self._inbox.leave(room, self._staged(batch))
+        except BaseException:
+            try:
+                self._inbox.withdraw(room)
+            finally:  # again, if it was struck
+                self._inbox.withdraw(room)
+            raise
+        return True
 
     def _staged(self, batch: T) -> Staged:
         try:
@@ -212,20 +228,18 @@ class DeviceQueue(Generic[T]):
     # ---- consumers, in turn
 
     def _take(self) -> Any:
-        if self._undelivered:
-            return self._undelivered.popleft()
         self._leave_room_for_consumers()
         try:
-            batch = self._feed.next()
+            return self._feed.next()
         except StopIteration:
             raise EOFError("get: this queue is closed, and all of its batches have been taken.") from None
-        finally:
-            self._inbox.changed()
+
+    def _hold(self, batch: Any) -> None:
+        """Notes which batch this consumer has."""
         if self._max_bytes is not None:
             arrays = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array)]
             if arrays:
                 self._held[current_thread()] = weakref.ref(max(arrays, key=lambda array: array.nbytes))
-        return batch
 
     def _leave_room_for_consumers(self) -> None:
         """The window counts one batch that is with a consumer; those of other consumers come off its limit."""
@@ -241,6 +255,17 @@ class DeviceQueue(Generic[T]):
             )
         self._feed.window.max_bytes = self._max_bytes - beyond * largest
 
+    def _begin_anew(self) -> None:
+        """The engine drops what it has of the pass before, and goes on with the new one; again, if it was struck."""
+        feed = self._feed
+        if feed.error is None:
+            feed.window.fail()  # what is staged is not issued any more
+            self._drain()
+        if feed.error is None:
+            feed.begin_pass(self._inbox)
+        self._inbox.is_new = False
+        self._inbox.changed()
+
     def _drain(self) -> None:
         try:
             while True:
@@ -252,32 +277,17 @@ class DeviceQueue(Generic[T]):
                 raise
 
 
-class _Alike(Shapes):
-    """Batches of a queue have to be like the first one."""
-
-    def __init__(self) -> None:
-        super().__init__("error")
-        self._first: dict[str, Plan] = {}  # under "plan"; written with setdefault, which is atomic
-
-    def compare(self, plan: Plan, number: int) -> None:
-        """Refuses one that is not.
-
-        Raises:
-            ValueError: names the leaf.
-        """
-        self.first = self._first.setdefault("plan", plan)
-        if (difference := plan.difference(self.first)) is not None:
-            raise ValueError(
-                f"Batch {number}: {difference}, against the first batch of this queue. All of them have the same "
-                "structure, shapes and dtypes, for which a step is compiled once: pad them, or make another queue."
-            )
-
-
 class _ConsumersBatches(KeptBatches):
     """In place of the count of batches that a loop keeps: here each consumer has one, which is counted elsewhere."""
 
     def add(self, number: int, largest: jax.Array, first: int) -> None:
         """Nothing to count."""
+
+
+def _timeout(value: Any) -> float | None:
+    """So many seconds; None for ever, which is also what no clock counts to."""
+    timeout = None if value is None else seconds("timeout", value)
+    return None if timeout is None or timeout > TIMEOUT_MAX else timeout
 
 
 def _left(deadline: float | None) -> float | None:

@@ -43,3 +43,24 @@ class Shapes:
             difference,
             hint,
         )
+
+
+class Alike(Shapes):
+    """Batches of a queue have to be like the first one."""
+
+    def __init__(self) -> None:
+        super().__init__("error")
+        self._first: dict[str, Plan] = {}  # under "plan"; written with setdefault, which is atomic
+
+    def compare(self, plan: Plan, number: int) -> None:
+        """Refuses one that is not.
+
+        Raises:
+            ValueError: names the leaf.
+        """
+        self.first = self._first.setdefault("plan", plan)
+        if (difference := plan.difference(self.first)) is not None:
+            raise ValueError(
+                f"Batch {number}: {difference}, against the first batch of this queue. All of them have the same "
+                "structure, shapes and dtypes, for which a step is compiled once: pad them, or make another queue."
+            )

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 import threading
+from collections.abc import Callable
 from queue import Empty, Full
 from typing import Any
 
@@ -363,30 +364,172 @@ def test_a_ctrl_c_after_the_hand_out_loses_nothing(monkeypatch: Any) -> None:
     assert rest(queue) == [0, 1]
 
 
-def test_a_ctrl_c_anywhere_in_put_takes_no_room() -> None:
-    """The batch was left or it was not, and there is room for as many as ever."""
+class Bell:
+    """Hung up as that of a thread that waits would be."""
 
-    def put(at: int) -> int:
-        queue, strike, want = filled(DeviceQueue(2), 0), Strike(at), [0]
+    def __init__(self, queue: DeviceQueue[Any]):
+        self.rung = False
+        queue._inbox._bells.add(self)  # type: ignore[arg-type]
+
+    def put(self, item: None) -> None:
+        self.rung = True
+
+
+def struck_anywhere(
+    make: Callable[[], DeviceQueue[Any]],
+    call: Callable[[DeviceQueue[Any]], Any],
+    check: Callable[[DeviceQueue[Any], Bell, list[int]], None],
+) -> None:
+    """Calls it with a Ctrl-C at each place where one may strike, and checks what was got and the queue afterwards."""
+
+    def once(at: int) -> int:
+        queue, strike, got = make(), Strike(at), None
+        bell = Bell(queue)
         sys.setprofile(strike)
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                queue.put(batch(1), timeout=0)
+                got = call(queue)
+                sys.setprofile(None)
         finally:
             sys.setprofile(None)
-        want += [1] * (len(queue) - 1)
-        if len(queue) == 1:
-            filled(queue, 2)
-            want.append(2)
-        with pytest.raises(Full):
-            queue.put(batch(3), timeout=0)
-        assert rest(queue) == want, at
+        try:
+            check(queue, bell, [] if got is None else [number(got)])
+        except BaseException as error:
+            error.add_note(f"struck at place {at}")
+            raise
         return strike.places
 
-    places = put(0)
-    assert places > 50
+    places = once(0)
+    assert places
     for at in range(1, places + 1):
-        put(at)
+        once(at)
+
+
+def still_holds_two(queue: DeviceQueue[Any]) -> None:
+    """An empty queue of that size works, and there is room for as many as ever."""
+    assert len(queue) == 0
+    filled(queue, 8, 9)
+    with pytest.raises(Full):
+        queue.put(batch(0), timeout=0)
+    assert rest(queue) == [8, 9]
+
+
+def test_a_ctrl_c_anywhere_in_put_takes_no_room() -> None:
+    """The batch was left, and who waits for it knows, or it was not; there is room for as many as ever."""
+
+    def check(queue: DeviceQueue[Any], bell: Bell, got: list[int]) -> None:
+        left = len(queue) - 1
+        assert bell.rung or not left
+        assert rest(queue) == [0, 1][: 1 + left]
+        still_holds_two(queue)
+
+    struck_anywhere(lambda: filled(DeviceQueue(2), 0), lambda queue: queue.put(batch(1), timeout=0), check)
+
+
+def test_a_ctrl_c_anywhere_in_a_put_that_fails_takes_no_room() -> None:
+    """Room that was taken for a batch that cannot be staged is there again, and who waits for it knows."""
+    bells: list[Bell] = []
+
+    def failing(queue: DeviceQueue[Any], batch: Any) -> Any:
+        bells.append(Bell(queue))  # of a producer that finds no room from now on
+        raise ValueError("no batch")
+
+    def put(queue: DeviceQueue[Any]) -> None:
+        bells.clear()
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ValueError):
+            patch.setattr(DeviceQueue, "_staged", failing)
+            queue.put(batch(1), timeout=0)
+
+    def check(queue: DeviceQueue[Any], bell: Bell, got: list[int]) -> None:
+        assert all(bell.rung for bell in bells)
+        assert rest(queue) == [0]
+        still_holds_two(queue)
+
+    struck_anywhere(lambda: filled(DeviceQueue(2), 0), put, check)
+
+
+@pytest.mark.parametrize("max_bytes", [None, 1024])
+def test_a_ctrl_c_anywhere_in_get_loses_nothing(max_bytes: int | None) -> None:
+    """The batch is got or still counts as being there, where another thread may take it; who waits knows."""
+
+    def check(queue: DeviceQueue[Any], bell: Bell, got: list[int]) -> None:
+        assert bell.rung or len(queue) == 2
+        assert len(queue) + len(got) == 2
+        taken = InThread(lambda: number(queue.get(timeout=0)))
+        assert [*got, taken.result(), *rest(queue)] == [0, 1]
+        still_holds_two(queue)
+
+    def get(queue: DeviceQueue[Any]) -> Any:
+        return queue.get()
+
+    struck_anywhere(lambda: filled(DeviceQueue(2, max_bytes=max_bytes), 0, 1), get, check)
+
+
+def test_a_waiting_consumer_takes_what_a_ctrl_c_kept_from_another() -> None:
+    """It is woken for a batch that was put back."""
+    queue, waits = filled(DeviceQueue(2), 0), threading.Event()
+    hold = DeviceQueue._hold
+    threads: list[InThread] = []
+
+    def struck(queue: DeviceQueue[Any], batch: Any) -> None:
+        if threads:
+            hold(queue, batch)
+            return
+        bells, look = queue._inbox._bells.copy(), queue._inbox._look
+        patch.setattr(queue._inbox, "_look", lambda ready: look(ready) or waits.set())
+        threads.append(InThread(lambda: number(queue.get())))
+        wait(waits)
+        assert queue._inbox._bells - bells
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceQueue, "_hold", struck)
+        with pytest.raises(KeyboardInterrupt):
+            queue.get()
+        assert threads[0].result() == 0
+
+
+def test_a_ctrl_c_anywhere_in_clear_leaves_a_queue_that_works() -> None:
+    """It is cleared or as it was; who waits for room knows; what is put afterwards comes."""
+
+    def check(queue: DeviceQueue[Any], bell: Bell, got: list[int]) -> None:
+        assert bell.rung or len(queue) == 2
+        if room := 2 - len(queue):
+            filled(queue, *range(5, 5 + room))
+        left = rest(queue)
+        assert left[len(left) - room :] == [5, 6][:room]
+        assert left[: len(left) - room] in ([], [1], [0, 1])
+        still_holds_two(queue)
+
+    def make() -> DeviceQueue[Any]:
+        queue = filled(DeviceQueue(2), 7, 0)
+        assert number(queue.get()) == 7  # so that batch 0 is on its device
+        return filled(queue, 1)
+
+    struck_anywhere(make, lambda queue: queue.clear(), check)
+
+
+def test_a_ctrl_c_anywhere_in_close_wakes_who_waits() -> None:
+    """It is closed and told, or it is not closed."""
+
+    def check(queue: DeviceQueue[Any], bell: Bell, got: list[int]) -> None:
+        assert bell.rung or not queue._inbox._closed
+
+    struck_anywhere(lambda: DeviceQueue(1), lambda queue: queue.close(), check)
+
+
+@pytest.mark.parametrize("timeout", [1e10, 1e300, float("inf"), np.float32("inf")])
+def test_a_timeout_beyond_all_clocks_is_none(timeout: Any) -> None:
+    """`get` and `put` wait for as long as it takes."""
+    queue = DeviceQueue(1)
+    consumer = InThread(lambda: number(queue.get(timeout)))
+    queue.put(batch(0))
+    assert consumer.result() == 0
+    filled(queue, 1)
+    producer = InThread(lambda: queue.put(batch(2), timeout))
+    assert number(queue.get()) == 1
+    producer.result()
+    assert rest(queue) == [2]
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,21 @@ def test_readers_that_iter_makes_serve_any_number_of_passes(host_size, resume) -
             assert_same(batches, parts(arrays(16), 8)[1:])
 
 
+@by_host_size
+def test_a_restart_reads_what_it_skips(host_size) -> None:
+    """`__next__` of a reader is called no more where batches are skipped than where they are taken."""
+
+    def prefetch() -> Any:
+        return prefetch_to_device(Reads(arrays(16), 8), host_size=host_size, resume="replay")
+
+    with prefetch() as batches:
+        next(batches)
+        state = batches.get_state()
+    with prefetch() as batches:
+        batches.set_state(state)
+        assert_same(batches, parts(arrays(16), 8)[1:])
+
+
 @pytest.mark.parametrize(
     ("made", "match"),
     [

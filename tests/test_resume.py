@@ -338,6 +338,22 @@ def test_source_that_fails_to_tell_its_state():
         assert numbers(batches) == list(range(1, 7))
 
 
+def test_a_source_that_tells_no_state_is_not_begun_anew():
+    """None stands for the beginning, so behind batches it is an error, not a state that would repeat them."""
+
+    class Forgetful(OwnState):
+        def get_state(self):
+            return None if self.at == [2] else super().get_state()
+
+    with prefetch_to_device(Forgetful(4)) as batches:
+        next(batches)
+        assert batches.get_state()["taken"] == 1
+        next(batches)
+        with pytest.raises(TypeError, match=r"get_state\(\) of it, or of its iterator, gave None behind batch 1"):
+            batches.get_state()
+        assert numbers(batches) == [2, 3]
+
+
 def test_an_iterator_that_was_opened_for_its_state_is_closed():
     """An iterator that was made to be asked, and never read, is closed with the prefetcher."""
     iterator = Closable()

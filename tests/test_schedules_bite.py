@@ -229,12 +229,12 @@ def registry_keeps_the_reader(patch: pytest.MonkeyPatch) -> None:
 def news_wake_one(patch: pytest.MonkeyPatch) -> None:
     """What is left or taken wakes one thread, which may be another one than it is for."""
 
-    def leave(inbox: Any, item: Any) -> None:
+    def leave(inbox: Any, room: object, item: Any) -> None:
         with inbox._lock:
             inbox._check_open()
             inbox.items[inbox._left] = item
             inbox._left += 1
-            inbox._reserved -= 1
+            inbox._reserved.discard(room)
             ring_one(inbox)
 
     def ring_one(inbox: Any) -> None:
@@ -275,7 +275,7 @@ def room_is_not_reserved(patch: pytest.MonkeyPatch) -> None:
 
 def room_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
     """A `put()` that fails keeps its room."""
-    patch.setattr(Inbox, "withdraw", lambda inbox: None)
+    patch.setattr(Inbox, "withdraw", lambda inbox, room: None)
 
 
 def turn_is_not_released(patch: pytest.MonkeyPatch) -> None:

@@ -39,11 +39,16 @@ class Inbox:
         size: batches that may be here and not taken, with those that are being staged.
         taken: how many batches have been taken, of all passes.
 
+    Attributes:
+        items: what is here, by number.
+        is_new: a new pass has begun, and the engine was not told yet. Written by the thread that has the turn.
+
     Thread safety: all of it for any thread; `wait`, `give_room` and `start_over` for the one that has the turn.
     """
 
     def __init__(self, size: int, taken: Callable[[], int]):
         self.items: dict[int, Any] = {}  # put in under the lock, taken out by the engine
+        self.is_new = False
         self._size = size
         self._taken_of_all = taken
         self._bells: set[SimpleQueue[None]] = set()  # of those that wait; each call on it is one of C's
@@ -72,11 +77,10 @@ class Inbox:
         return self._wait_for(lambda: self._take_room(room), timeout, "put() has waited %.0f s for room in the queue.")
 
     def withdraw(self, room: object) -> None:
-        """Gives the room back, if it was taken and nothing was left there."""
+        """Gives the room back, if it was taken and nothing was left there; rings for what was not rung for, too."""
         with self._lock:
-            if room in self._reserved:
-                self._reserved.discard(room)
-                self._ring()
+            self._reserved.discard(room)
+        self._ring()
 
     def leave(self, room: object, item: Any) -> None:
         """Puts a staged batch into the room that was reserved.
@@ -108,7 +112,11 @@ class Inbox:
         for it, under the lock.
         """
         self._closed = True
-        self._ring()
+        try:
+            self._ring()
+        except BaseException:  # a Ctrl-C has struck it
+            self._ring()
+            raise
 
     def start_over(self, taken: int) -> list[Any]:
         """Begins a new pass and gives out what was not issued in the last.
@@ -118,7 +126,7 @@ class Inbox:
         """
         with self._lock:
             dropped = [item for item in self.items.values() if not isinstance(item, End)]
-            self.items, self._left, self._before = {}, 0, taken
+            self.items, self._left, self._before, self.is_new = {}, 0, taken, True  # together: nothing is called
             return dropped
 
     # ---- as the engine sees it

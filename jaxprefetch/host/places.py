@@ -70,7 +70,7 @@ class Places:
             ended: the loop was told of the end of the pass.
 
         Raises:
-            TypeError: the source cannot be resumed.
+            TypeError: the source cannot be resumed, or tells no state behind its batches.
             Exception: what it raised when it was asked for its own state.
         """
         if not self.begun:
@@ -124,6 +124,12 @@ class Places:
         if isinstance(own, Unknown):
             add_note(own.error, "jaxprefetch: raised by the source when it was asked for its state")
             raise own.error
+        if own is None and taken and self._source.how != "replay":
+            raise TypeError(
+                f"source: {self._source.how}() of it, or of its iterator, gave None behind batch {taken - 1}, but None "
+                "stands for the beginning of a pass. Let it return what brings the source back to that place, or pass "
+                'resume="replay".'
+            )
         last = {"again": True} if again else {}  # the batch after this place has been taken
         return last | {
             "version": VERSION,

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jaxprefetch.host.loaders import exact_length, forgets, is_streamed, shuffles_anew
-from jaxprefetch.host.source import Source, close_for_good, close_iterator, origin
+from jaxprefetch.host.source import Source, close_for_good, close_iterator, origin, writes_batches
 
 CURE = (
     'If a newly made source yields the same batches in the same order again, pass resume="replay": it is then gone '
@@ -200,8 +200,8 @@ def _has(thing: Any, *methods: str) -> bool:
 
 
 def _batches(iterator: Any) -> Iterator[Any]:
-    """Its batches, for being thrown away; one that only writes into memory writes them there."""
-    return iterator if hasattr(iterator, "__next__") else iter(lambda: _write(iterator), 0)
+    """Its batches, for being thrown away; one that writes into memory writes them there, as it does in a pass."""
+    return iter(lambda: _write(iterator), 0) if writes_batches(iterator) else iterator
 
 
 def _write(iterator: Any) -> int:
