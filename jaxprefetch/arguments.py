@@ -1,4 +1,10 @@
-"""Arguments that several public names share: byte sizes, counts, switches and names of leaves."""
+"""Arguments that several public names share: byte sizes, counts, switches and names of leaves.
+
+Synopsis:
+
+    parse_bytes("max_bytes", "2GiB")     # 2147483648
+    integer("size", 2, least=1)          # 2; else an error that names the argument
+"""
 
 from __future__ import annotations
 

@@ -22,5 +22,7 @@ class Do(Enum):
 
 
 class Action(NamedTuple):
+    """One of these, and the batch that it is about."""
+
     do: Do
     batch: int

@@ -1,4 +1,11 @@
-"""Batches that the loop keeps beyond the next one: outside of every bound, so they are counted, and said once."""
+"""Batches that the loop keeps beyond the next one: outside of every bound, so they are counted, and said once.
+
+Synopsis:
+
+    kept = KeptBatches(bound=3)
+    kept.add(0, largest, first=0)        # batch 0 is handed out, by a reference to its largest leaf
+    len(kept)                            # how many before the last one are still there
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""How fast the link from host to device is, measured once a device."""
+"""How fast the link from host to device is, measured once a device.
+
+Synopsis:
+
+    link_speed(device, room=1 << 30)     # bytes per second; None on a CPU
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""What the consumer's thread waits for, counted where it waits."""
+"""What the consumer's thread waits for, counted where it waits.
+
+Synopsis:
+
+    times = LoopTimes()
+    with times.for_landing:
+        ...
+    times.hand_out(nbytes, starved=False)
+    times.room_ns                        # what was waited for the devices so far
+"""
 
 from __future__ import annotations
 

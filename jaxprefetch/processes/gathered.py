@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,8 +29,6 @@ from jaxprefetch.host.shelf import Shelf
 from jaxprefetch.processes.cards import Cards, error_of, told
 from jaxprefetch.processes.skipping import SkipsFirst
 from jaxprefetch.processes.verdict import decide
-
-logger = logging.getLogger("jaxprefetch")
 
 
 class Gathered(Shelf):
