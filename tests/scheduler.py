@@ -34,7 +34,7 @@ import pytest
 
 from jaxprefetch import prefetcher, queue, turn
 from jaxprefetch.device import feed, times
-from jaxprefetch.host import copying, inbox, inline, pipeline, reader, shelf
+from jaxprefetch.host import bells, copying, inbox, inline, pipeline, reader, shelf
 
 MOST_POINTS = 60_000
 """So many in one run: somebody runs in circles."""
@@ -588,7 +588,7 @@ DRIVEN: dict[Any, dict[str, Any]] = {
     reader: {"threading": THREADING, "time": Clock, "SimpleQueue": SimpleQueue},
     inline: {"threading": THREADING},
     pipeline: {"time": Clock},
-    inbox: {"threading": THREADING, "time": Clock, "SimpleQueue": SimpleQueue},
+    bells: {"threading": THREADING, "time": Clock, "SimpleQueue": SimpleQueue},
     turn: {"threading": THREADING},
     prefetcher: {"threading": THREADING},
     queue: {"time": Clock},
@@ -599,5 +599,5 @@ DRIVEN: dict[Any, dict[str, Any]] = {
 }
 """Modules of the library, and what they get."""
 
-FILES = {module.__file__ for module in (reader, shelf, pipeline, inline, inbox, turn, prefetcher, queue, feed)}
+FILES = {module.__file__ for module in (reader, shelf, pipeline, inline, bells, inbox, turn, prefetcher, queue, feed)}
 """Whose every line is a point: what threads share without a lock is there."""

@@ -369,7 +369,7 @@ class Bell:
 
     def __init__(self, queue: DeviceQueue[Any]):
         self.rung = False
-        queue._inbox._bells.add(self)  # type: ignore[arg-type]
+        queue._inbox._bells._hung.add(self)  # type: ignore[arg-type]
 
     def put(self, item: None) -> None:
         self.rung = True
@@ -383,7 +383,7 @@ def struck_anywhere(
     """Calls it with a Ctrl-C at each place where one may strike, and checks what was got and the queue afterwards."""
 
     def once(at: int) -> int:
-        queue, strike, got = make(), Strike(at), None
+        queue, strike, got = make(), Strike(at, also=threading.__file__), None
         bell = Bell(queue)
         sys.setprofile(strike)
         try:
@@ -475,11 +475,11 @@ def test_a_waiting_consumer_takes_what_a_ctrl_c_kept_from_another() -> None:
         if threads:
             hold(queue, batch)
             return
-        bells, look = queue._inbox._bells.copy(), queue._inbox._look
-        patch.setattr(queue._inbox, "_look", lambda ready: look(ready) or waits.set())
+        bells, look = queue._inbox._bells, queue._inbox._bells._look
+        patch.setattr(bells, "_look", lambda ready: look(ready) or waits.set())
         threads.append(InThread(lambda: number(queue.get())))
         wait(waits)
-        assert queue._inbox._bells - bells
+        assert bells._hung
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:

@@ -19,6 +19,7 @@ from jaxprefetch.device.actions import Action, Do
 from jaxprefetch.device.feed import Feed
 from jaxprefetch.device.staged import Sending
 from jaxprefetch.device.window import Window
+from jaxprefetch.host.bells import Bells
 from jaxprefetch.host.inbox import Inbox
 from jaxprefetch.host.pipeline import End, Pipeline
 from jaxprefetch.host.reader import Reader
@@ -238,7 +239,7 @@ def news_wake_one(patch: pytest.MonkeyPatch) -> None:
             ring_one(inbox)
 
     def ring_one(inbox: Any) -> None:
-        for bell in [*inbox._bells][:1]:
+        for bell in [*inbox._bells._hung][:1]:
             bell.put(None)
 
     patch.setattr(Inbox, "leave", leave)
@@ -248,19 +249,19 @@ def news_wake_one(patch: pytest.MonkeyPatch) -> None:
 def queue_rings_before_it_looks(patch: pytest.MonkeyPatch) -> None:
     """A wake-up is lost: who waits looks first and only then hangs up its bell."""
 
-    def sleep_until(inbox: Any, ready: Callable[[], bool], timeout: float | None) -> bool:
+    def sleep_until(bells: Any, ready: Callable[[], bool], timeout: float | None) -> bool:
         bell = scheduler.SimpleQueue()
         try:
-            while not inbox._look(ready):
-                inbox._bells.add(bell)
+            while not bells._look(ready):
+                bells._hung.add(bell)
                 bell.get(timeout=timeout)
         except scheduler.Empty:
-            return inbox._look(ready)
+            return bells._look(ready)
         finally:
-            inbox._bells.discard(bell)
+            bells._hung.discard(bell)
         return True
 
-    patch.setattr(Inbox, "_sleep_until", sleep_until)
+    patch.setattr(Bells, "sleep_until", sleep_until)
 
 
 def taking_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -280,25 +281,12 @@ def room_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
 
 def turn_is_not_released(patch: pytest.MonkeyPatch) -> None:
     """Who waits for its turn is not told that it is free."""
-
-    @contextlib.contextmanager
-    def taken(turn: Any, timeout: float | None = None) -> Any:
-        me = scheduler.THREADING.current_thread()
-        with turn._changed:
-            mine = turn._changed.wait_for(lambda: turn._is_free_for(me), timeout)
-            turn._holder = me if mine else turn._holder
-        try:
-            yield mine
-        finally:
-            if mine:
-                turn._holder = None
-
-    patch.setattr(Turn, "taken", taken)
+    patch.setattr(Turn, "_give_up", lambda turn, thread: setattr(turn, "_holder", None))
 
 
 def turn_is_for_everybody(patch: pytest.MonkeyPatch) -> None:
     """Two consumers are in the engine at once."""
-    patch.setattr(Turn, "_is_free_for", lambda turn, thread: True)
+    patch.setattr(Turn, "_takes", lambda turn, thread: True)
 
 
 def close_puts_the_end_itself(patch: pytest.MonkeyPatch) -> None:
@@ -309,7 +297,7 @@ def close_puts_the_end_itself(patch: pytest.MonkeyPatch) -> None:
             if not inbox._closed:
                 inbox._closed = True
                 inbox.items[inbox._left] = End()
-                inbox._ring()
+                inbox._bells.ring()
 
     patch.setattr(Inbox, "close", close)
     patch.setattr(Inbox, "_tell_end", lambda inbox: None)

@@ -9,20 +9,18 @@ Synopsis:
     inbox.changed()                      # after a batch was taken
 
 To the engine it is what a reader is: `items` by number, with `End` as the last. One lock guards the counts; it is never
-held while a batch is staged, JAX runs or something is logged. Who waits has a bell of its own (a `SimpleQueue`, whose
-`put` is reentrant), and `close` needs no lock, so a finaliser may call it in the middle of anything.
+held while a batch is staged, JAX runs or something is logged. Who waits has a bell of its own, and `close` needs no
+lock, so a finaliser may call it in the middle of anything.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from jaxprefetch.errors import SAY_AFTER_SECONDS
+from jaxprefetch.host.bells import Bells
 from jaxprefetch.host.pipeline import End
 
 logger = logging.getLogger("jaxprefetch")
@@ -51,9 +49,9 @@ class Inbox:
         self.is_new = False
         self._size = size
         self._taken_of_all = taken
-        self._bells: set[SimpleQueue[None]] = set()  # of those that wait; each call on it is one of C's
+        self._bells = Bells()  # of those that wait
         self._closed = False  # written once, False to True
-        self._lock = threading.RLock()
+        self._lock = self._bells.lock
         self._before = 0  # batches taken in passes before; this and all below guarded by _lock
         self._left = 0  # batches that were left here in this pass
         self._reserved: set[object] = set()  # room for batches that are being staged
@@ -80,7 +78,7 @@ class Inbox:
         """Gives the room back, if it was taken and nothing was left there; rings for what was not rung for, too."""
         with self._lock:
             self._reserved.discard(room)
-        self._ring()
+        self._bells.ring()
 
     def leave(self, room: object, item: Any) -> None:
         """Puts a staged batch into the room that was reserved.
@@ -93,7 +91,7 @@ class Inbox:
             self.items[self._left] = item
             self._left += 1
             self._reserved.discard(room)
-            self._ring()
+            self._bells.ring()
 
     def wait_for_item(self, timeout: float | None) -> bool:
         """Whether a batch is here or the end is known, within so many seconds. Blocking: that long."""
@@ -103,7 +101,7 @@ class Inbox:
 
     def changed(self) -> None:
         """Batches have been taken."""
-        self._ring()
+        self._bells.ring()
 
     def close(self) -> None:
         """Nothing is left here any more; what is here stays. Never blocks; safe in finalisers.
@@ -113,9 +111,9 @@ class Inbox:
         """
         self._closed = True
         try:
-            self._ring()
+            self._bells.ring()
         except BaseException:  # a Ctrl-C has struck it
-            self._ring()
+            self._bells.ring()
             raise
 
     def start_over(self, taken: int) -> list[Any]:
@@ -133,7 +131,7 @@ class Inbox:
 
     def wait(self, number: int, timeout: float | None) -> bool:
         """Whether item `number` is here within so many seconds, or never will be. Blocking: that long."""
-        here = self._sleep_until(lambda: number in self.items or self._closed, timeout)
+        here = self._bells.sleep_until(lambda: number in self.items or self._closed, timeout)
         self._tell_end()
         return here
 
@@ -176,35 +174,8 @@ class Inbox:
 
     def _wait_for(self, ready: Callable[[], bool], timeout: float | None, text: str) -> bool:
         if timeout is not None:
-            return self._sleep_until(ready, timeout)
-        if not self._sleep_until(ready, SAY_AFTER_SECONDS):
+            return self._bells.sleep_until(ready, timeout)
+        if not self._bells.sleep_until(ready, SAY_AFTER_SECONDS):
             logger.warning("jaxprefetch: " + text, SAY_AFTER_SECONDS)
-            self._sleep_until(ready, None)
+            self._bells.sleep_until(ready, None)
         return True
-
-    def _sleep_until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
-        """Whether `ready()`, under the lock, holds within so many seconds. Blocking: that long, without the lock.
-
-        No news is missed: 1. who waits hangs up its bell, 2. looks, 3. sleeps until it rings. Who has news 1. writes
-        it, 2. rings all bells. A finaliser may do that on the thread that waits, between any two of its steps: between
-        the look and the sleep of a `Condition`, whose waiter is not noted yet, its news would be lost.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        bell: SimpleQueue[None] = SimpleQueue()
-        try:
-            self._bells.add(bell)
-            while not self._look(ready):
-                bell.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            return True
-        except Empty:
-            return self._look(ready)
-        finally:
-            self._bells.discard(bell)
-
-    def _look(self, ready: Callable[[], bool]) -> bool:
-        with self._lock:
-            return ready()
-
-    def _ring(self) -> None:
-        for bell in self._bells.copy():
-            bell.put(None)
