@@ -61,6 +61,8 @@ _WHERE = {
 
 def __getattr__(name: str) -> Any:
     """Imports what not every loop needs when it is first asked for: importing the package takes half the time."""
+    if name == "writers":
+        return importlib.import_module(f"{__name__}.writers")
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
@@ -69,4 +71,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "writers"})

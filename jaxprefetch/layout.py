@@ -140,8 +140,10 @@ class Layout:
             mask_target = self._targets[self._rows_leaf].axis(axis)
             made.append((str(self._options.mask_key), mask_target, np.empty(deliver, bool)))
         leaf_plans = [
-            plan_leaf(path, target, leaf, number=number, batch_axis=axis, x64=context.x64)
-            for path, target, leaf in (made[i] for i in self._order)
+            plan_leaf(
+                *made[i], number=number, batch_axis=axis, x64=context.x64, rows=None if i in self._row_leaves else rows
+            )
+            for i in self._order
         ]
         return Plan.of(self._treedef, leaf_plans, context)
 

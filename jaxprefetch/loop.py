@@ -104,7 +104,8 @@ def train_loop(
         hooks: called with `(step, metrics)` on the loop's thread, metrics being numbers by name; writers are in
             `jaxprefetch.writers`. Their `flush()`, if they have one, is called before a checkpoint and at the end.
         log_every_steps: hooks get the metrics of these steps.
-        eval_fn: `eval_fn(state) -> metrics`, usually by `evaluate`; hooks get them with "eval/" before their names.
+        eval_fn: `eval_fn(state) -> metrics`, usually by `evaluate`; hooks get them with "eval/" before their names. At
+            the end, too, unless the run was finished before.
         eval_every_steps: when it is called, besides after the last step.
         checkpoints: where the state and the place in the input are saved, while the loop goes on. If there is a
             checkpoint already, the run goes on from the latest.
@@ -248,7 +249,8 @@ class _Run:
                 self.done,
                 self.num_steps,
             )
-        if not self.termination.requested:
+        did_nothing = self.resumed_from and self.done == self.resumed_from  # and hooks have had the last step
+        if not (self.termination.requested or did_nothing):
             self._evaluate()
         self._save()
 

@@ -220,10 +220,19 @@ class DeviceQueue(Generic[T]):
             own = stager(self._placement, StagingOptions(), default_host_bytes(), self._alike)
         try:
             staged = own.stage(batch, self._inbox.count, lambda nbytes: None)
+            if staged is not None:
+                self._check_fits(staged.plan.most)
         finally:
             self._stagers.append(own)
         assert staged is not None  # that is for short last batches that are dropped
         return staged
+
+    def _check_fits(self, nbytes: int) -> None:
+        if self._max_bytes is not None and 2 * nbytes > self._max_bytes:
+            raise ValueError(
+                f"put: this batch takes {nbytes:,} bytes on a device, and that of a consumer and the next one have to "
+                f"fit, {2 * nbytes:,}; max_bytes is {self._max_bytes:,}. Raise it, or put smaller batches."
+            )
 
     # ---- consumers, in turn
 

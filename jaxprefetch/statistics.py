@@ -18,6 +18,9 @@ from jaxprefetch.host.pipeline import SourceTimes
 LINK_SHARE = 0.9
 """From this share of the link's speed a loop counts as copy-bound."""
 
+FEWEST_INTERVALS = 3
+"""Between hand-outs, without the first: what was ahead at the start hides the source from fewer."""
+
 SLOWER = 1.1
 """A source counts as slower than the step beyond so many times the step's time: closer figures vary that much."""
 
@@ -131,8 +134,8 @@ def verdict(loop: LoopTimes, source_ns: float, *, waited_ns: float, inline: bool
         cut: hand-outs with less ahead than `size` because of `max_bytes`.
     """
     n = loop.intervals
-    if not n:
-        return "nothing to tell before the third batch"
+    if n < FEWEST_INTERVALS:
+        return "nothing to tell before the fifth batch"
     period = loop.elapsed_ns / n
     rate = loop.bytes_out / loop.elapsed_ns * 1e9
     late = 2 * loop.starved > n and not inline

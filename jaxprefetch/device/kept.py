@@ -51,9 +51,9 @@ class KeptBatches:
         if not self._said and oldest < number - 2:
             self._said = True
             logger.warning(
-                "jaxprefetch: the loop still holds batch %d at batch %d: batches that it keeps come on top of the "
+                "jaxprefetch: the loop still holds %s at batch %d: batches that it keeps come on top of the "
                 "%d in flight, and max_bytes does not count them.",
-                oldest - first,
+                f"batch {oldest - first}" if oldest >= first else "one of the pass before",
                 number - first,
                 self._bound,
             )

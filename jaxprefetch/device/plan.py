@@ -183,8 +183,20 @@ def _transfer(
     return Transfer(context, loose, tuple(placed), tuple(placed.values()), devices)
 
 
-def plan_leaf(path: str, target: Target | None, leaf: Any, *, number: int, batch_axis: int, x64: bool) -> LeafPlan:
+def plan_leaf(
+    path: str,
+    target: Target | None,
+    leaf: Any,
+    *,
+    number: int,
+    batch_axis: int,
+    x64: bool,
+    rows: int | None = None,
+) -> LeafPlan:
     """How a leaf like this one travels; no target: it stays on the host.
+
+    Args:
+        rows: of the batch, where this leaf has others.
 
     Raises:
         TypeError: JAX has no such dtype.
@@ -199,7 +211,7 @@ def plan_leaf(path: str, target: Target | None, leaf: Any, *, number: int, batch
     sharding = leaf.sharding if foreign and not target.committed else target.sharding
     stays = foreign and sharding == leaf.sharding
     if not stays:
-        check_splits(target, shape, where, batch_axis)
+        check_splits(target, shape, where, batch_axis, rows)
     whole = shape if stays else target.global_shape(shape)
     try:
         cost = leaf_cost(whole, dtype.itemsize, sharding)
@@ -211,7 +223,7 @@ def plan_leaf(path: str, target: Target | None, leaf: Any, *, number: int, batch
     return LeafPlan(path, target, foreign, shape, dtype, spec, cost, source)
 
 
-def check_splits(target: Target, shape: Sequence[int], where: str, batch_axis: int) -> None:
+def check_splits(target: Target, shape: Sequence[int], where: str, batch_axis: int, rows: int | None = None) -> None:
     """Whether every axis divides over its shards.
 
     Raises:
@@ -224,7 +236,9 @@ def check_splits(target: Target, shape: Sequence[int], where: str, batch_axis: i
                 f"{OPTION}last_batch='pad') fills a short last batch up, 'drop' leaves it out; else batch to a "
                 f"multiple of {shards}."
             )
-            if axis != batch_axis:
+            if axis == batch_axis and rows not in (None, n):
+                cure = f"Other leaves have {rows}: give all leaves of a batch that are split by rows the same number."
+            elif axis != batch_axis:
                 cure = "Pad that axis in the source, or choose a sharding that does not split it."
             raise ValueError(
                 f"{where}: axis {axis} has {n} rows; the {shards} devices along mesh axis {names} "
