@@ -10,6 +10,7 @@ import pytest
 from gated import Closable, Counted, Loader, Watch, batch, number, numbers, reader_threads
 
 from jaxprefetch import prefetch_to_device
+from jaxprefetch.host import resume as resume_module
 from jaxprefetch.host.states import from_json, to_json
 
 by_host_size = pytest.mark.parametrize("host_size", [0, 1, 4])
@@ -352,6 +353,30 @@ def test_a_source_that_tells_no_state_is_not_begun_anew():
         with pytest.raises(TypeError, match=r"get_state\(\) of it, or of its iterator, gave None behind batch 1"):
             batches.get_state()
         assert numbers(batches) == [2, 3]
+
+
+@by_host_size
+def test_a_source_that_cannot_be_set_back_for_the_next_pass(host_size, monkeypatch):
+    """A stream that fails to go back to its beginning ends the pass with its error, behind all batches."""
+
+    class Stuck(Loads):
+        def load_state_dict(self, state):
+            if not state:
+                raise RuntimeError("stuck")
+            super().load_state_dict(state)
+
+    monkeypatch.setattr(resume_module, "is_streamed", lambda source: True)
+    with prefetch_to_device(Stuck(4), host_size=host_size) as batches:
+        next(batches)
+        state = batches.get_state()
+    with prefetch_to_device(Stuck(4), host_size=host_size) as batches:
+        batches.set_state(state)
+        for b in (1, 2, 3):
+            assert number(next(batches)) == b
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="stuck") as caught:
+                next(batches)
+            assert "after its end, when it was set back" in caught.value.__notes__[0]
 
 
 def test_an_iterator_that_was_opened_for_its_state_is_closed():

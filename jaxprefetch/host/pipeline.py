@@ -119,7 +119,11 @@ class Pipeline:
                 item = self._stage_pulled(number, reserve)
             except StopIteration:
                 self._end = End()
-                self._note_place(AFTER_END, self._source.place_after())
+                try:
+                    self._note_place(AFTER_END, self._source.place_after())
+                except caught as error:
+                    add_note(error, "jaxprefetch: raised by the source, after its end, when it was set back")
+                    self._end = End(error)
             except caught as error:
                 self._end = End(error)
             else:
