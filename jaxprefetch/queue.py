@@ -83,7 +83,7 @@ class DeviceQueue(Generic[T]):
         self._feed.begin_pass(self._inbox)
         self._held: dict[Thread, weakref.ref[Any]] = {}  # the batch that each consumer took last
         self._stagers: deque[Stager] = deque()  # those that nobody uses now; append and pop are atomic
-        self._alike = Alike()
+        self._alike = Alike(self._max_bytes)
 
     def put(self, batch: T, timeout: float | None = None) -> None:
         """Leaves a batch behind those that were put before.
@@ -220,19 +220,10 @@ class DeviceQueue(Generic[T]):
             own = stager(self._placement, StagingOptions(), default_host_bytes(), self._alike)
         try:
             staged = own.stage(batch, self._inbox.count, lambda nbytes: None)
-            if staged is not None:
-                self._check_fits(staged.plan.most)
         finally:
             self._stagers.append(own)
         assert staged is not None  # that is for short last batches that are dropped
         return staged
-
-    def _check_fits(self, nbytes: int) -> None:
-        if self._max_bytes is not None and 2 * nbytes > self._max_bytes:
-            raise ValueError(
-                f"put: this batch takes {nbytes:,} bytes on a device, and that of a consumer and the next one have to "
-                f"fit, {2 * nbytes:,}; max_bytes is {self._max_bytes:,}. Raise it, or put smaller batches."
-            )
 
     # ---- consumers, in turn
 

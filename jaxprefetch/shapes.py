@@ -46,18 +46,28 @@ class Shapes:
 
 
 class Alike(Shapes):
-    """Batches of a queue have to be like the first one."""
+    """Batches of a queue have to be like the first one, and two of them to fit: a consumer's and the next.
 
-    def __init__(self) -> None:
+    Args:
+        max_bytes: on one device; None: as much as there is.
+    """
+
+    def __init__(self, max_bytes: int | None):
         super().__init__("error")
+        self._max_bytes = max_bytes
         self._first: dict[str, Plan] = {}  # under "plan"; written with setdefault, which is atomic
 
     def compare(self, plan: Plan, number: int) -> None:
         """Refuses one that is not.
 
         Raises:
-            ValueError: names the leaf.
+            ValueError: names the leaf, or the bytes.
         """
+        if self._max_bytes is not None and 2 * plan.most > self._max_bytes:
+            raise ValueError(
+                f"Batch {number}: it takes {plan.most:,} bytes on a device, and that of a consumer and the next one "
+                f"have to fit, {2 * plan.most:,}; max_bytes is {self._max_bytes:,}. Raise it, or put smaller batches."
+            )
         self.first = self._first.setdefault("plan", plan)
         if (difference := plan.difference(self.first)) is not None:
             raise ValueError(

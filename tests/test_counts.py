@@ -138,6 +138,15 @@ def test_kept_batches_are_counted_and_said_once(caplog):
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
+def test_a_kept_batch_of_an_earlier_pass_is_told_as_one(caplog):
+    """It has no number in this pass."""
+    with prefetch_to_device([batch(i) for i in range(4)]) as batches:
+        first, *_ = batches
+        assert numbers(batches) == [0, 1, 2, 3]
+    assert number(first) == 0
+    assert len(messages(caplog, "the loop still holds")) == 1
+
+
 def test_a_batch_looked_back_on_is_not_said(caplog):
     """A loop that holds the batch before last, as many do for a moment, is not warned."""
     with prefetch_to_device(Loader(8)) as batches:

@@ -129,3 +129,14 @@ def test_batches_before_the_bad_one_are_right() -> None:
             np.testing.assert_array_equal(np.asarray(next(batches)), raw)
         with pytest.raises(ValueError, match="Batch 3, leaf batch: axis 0 has 5 rows"):
             next(batches)
+
+
+@pytest.mark.parametrize("last_batch", ["error", "drop", "pad"])
+def test_unequal_rows_in_a_batch_are_told_as_such(last_batch: Any) -> None:
+    """More images than labels are no short batch, which padding would cure."""
+    text = "leaf y: axis 0 has 15 rows; .* Other leaves have 16: give all leaves of a batch that are split by rows"
+    batches = prefetch_to_device(
+        [{"x": np.zeros((16, 3)), "y": np.zeros(15)}], sharding=named("data"), last_batch=last_batch
+    )
+    with batches, pytest.raises(ValueError, match=text):
+        next(batches)

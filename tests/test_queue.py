@@ -414,6 +414,16 @@ def still_holds_two(queue: DeviceQueue[Any]) -> None:
     assert rest(queue) == [8, 9]
 
 
+def test_two_batches_have_to_fit() -> None:
+    """What no consumer could take beside its own batch is refused where it is put; a smaller one is taken."""
+    one = batch(0)
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(one))
+    queue: DeviceQueue[Any] = DeviceQueue(2, max_bytes=2 * nbytes)
+    with pytest.raises(ValueError, match=f"Batch 0: it takes {2 * nbytes:,} bytes on a device.*have to fit"):
+        queue.put(batch(0, 8))
+    assert rest(filled(queue, 0, 1)) == [0, 1]
+
+
 def test_a_ctrl_c_anywhere_in_put_takes_no_room() -> None:
     """The batch was left, and who waits for it knows, or it was not; there is room for as many as ever."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gated import Loader
 
+import jaxprefetch
 from jaxprefetch.loop import train_loop
 from jaxprefetch.writers import CSVWriter, JSONLWriter, TensorBoardWriter
 
@@ -46,6 +47,33 @@ def test_a_resumed_run_replaces_the_steps_that_it_does_again(kind, tmp_path):
         assert path.read_text().split() == ["step,loss", "1,0.5", "2,1.0", "3,30.5", "4,40.5"]
     else:
         assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [0.5, 1.0, 30.5, 40.5]
+
+
+def test_a_finished_run_that_is_started_again_leaves_its_log_as_it_is(tmp_path):
+    """No step is done, so nothing is evaluated and no hook is called."""
+    path, seen = tmp_path / "log.jsonl", []
+    for _ in range(2):
+        write = JSONLWriter(path)
+        _, summary = train_loop(
+            lambda state, batch: (state + 1, {"loss": batch["x"].sum()}),
+            jnp.zeros(()),
+            [{"x": jnp.ones(4)}] * 3,
+            num_steps=3,
+            checkpoints=tmp_path / "run",
+            resume="replay",
+            hooks=write,
+            eval_fn=lambda state: {"state": state},
+        )
+        write.close()
+        seen.append((summary.steps, [json.loads(line) for line in path.read_text().splitlines()]))
+    assert seen[0] == seen[1]
+    assert [line["step"] for line in seen[0][1]] == [1, 2, 3, 3]
+
+
+def test_the_module_is_there_by_its_name():
+    """`jaxprefetch.writers` needs no import of its own."""
+    assert jaxprefetch.writers.JSONLWriter is JSONLWriter
+    assert "writers" in dir(jaxprefetch)
 
 
 def test_csv_is_widened_by_new_metrics(tmp_path):

@@ -184,14 +184,7 @@ def _transfer(
 
 
 def plan_leaf(
-    path: str,
-    target: Target | None,
-    leaf: Any,
-    *,
-    number: int,
-    batch_axis: int,
-    x64: bool,
-    rows: int | None = None,
+    path: str, target: Target | None, leaf: Any, *, number: int, batch_axis: int, x64: bool, rows: int | None = None
 ) -> LeafPlan:
     """How a leaf like this one travels; no target: it stays on the host.
 
