@@ -227,7 +227,7 @@ def run(case: QueueCase) -> Scheduler:
             scheduler,
             fault=case.device_fault,
             at=case.device_at,
-            bound=case.size + max(len(case.consumers), 1),
+            bound=case.size + 2 * max(len(case.consumers), 1) - 1,  # while each of the others replaces its batch
             copiers=case.copiers,
             slow_copies=case.slow_copies,
         )
