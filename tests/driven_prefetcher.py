@@ -285,7 +285,7 @@ class Run:
         if self.case.leaves == "closes":
             batches.close()
             if not self.ended_by_test:  # else the test closes, too, and may still be about it
-                self.check_stopped()
+                self.check_stopped(others=[])
         elif self.case.leaves == "drops":
             self.gone = weakref.ref(batches)
         elif self.case.leaves == "never":
@@ -326,7 +326,7 @@ class Run:
     def close_last(self) -> None:
         """Closes when nothing else happens, and once more, which changes nothing."""
         self.batches.close()
-        self.check_stopped()
+        self.check_stopped(others=["consumer"])
         self.batches.close()
 
     @property
@@ -358,11 +358,13 @@ class Run:
 
     # ---- what has to hold
 
-    def check_stopped(self) -> None:
-        """Of a `close()` that has returned: the reader has ended, or somebody was told that it has not."""
+    def check_stopped(self, others: list[str]) -> None:
+        """Of a `close()` that has returned: the reader has ended, or somebody was told that it has not.
+
+        Unless one of the others is there, who may be about it: in a `close()` or a `next()` that has found it closed.
+        """
         left = self.scheduler.left()
-        waits = "consumer" in left and self.case.leaves != "closes"  # and may be about to close it itself
-        if not (self.case.shared or self.case.nested or waits):
+        if not (self.case.shared or self.case.nested or set(others) & set(left)):
             told = any("is left behind" in message for message in self.messages)
             assert told or "jaxprefetch-reader" not in left, "close() returns, the thread runs, and nobody was told"
 
