@@ -172,7 +172,7 @@ class DevicePrefetcher(Generic[T]):
         Blocking: about a second at most, for a reader that is inside the source; it is then left behind, which is
         logged, and closes the source when it wakes. Where several processes agree, up to 1.5 s more for their service.
 
-        Thread safety: any thread, any number of times; one while another call closes returns at once. A `next()` that
+        Thread safety: any thread, any number of times; a call while another one closes returns at once. A `next()` that
             waits elsewhere closes, and ends with `StopIteration`.
         """
         self._feed.closed = True

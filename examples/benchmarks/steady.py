@@ -32,8 +32,8 @@ def slope(at: Sequence[float], values: Sequence[float], *, most_growth: float, b
         blocks: how many means; at least 4.
 
     Returns:
-        "growth" over the run with its interval from "low" to "high", "per_million", the block means, and
-        the verdict: flat where the interval lies within ± `most_growth`, grows or shrinks where it lies beyond.
+        "growth" over the run with its interval from "low" to "high", "per_million", the block means, and the verdict:
+        flat where the interval lies within ± `most_growth`, grows or shrinks where it lies beyond.
     """
     x, y = np.asarray(at, float), np.asarray(values, float)
     warm = int(len(x) * WARM)

@@ -27,8 +27,8 @@ class Waits:
     def __init__(self, name: str):
         self.ns = 0
         self._name = "jaxprefetch." + name
-        self._annotation = TraceAnnotation(self._name)
-        self._began = 0
+        self._annotation: TraceAnnotation  # of the wait that has begun
+        self._began: int
 
     def __enter__(self) -> None:
         self._began = time.perf_counter_ns()
