@@ -20,11 +20,12 @@ import numpy as np
 
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.device.pinning import Pinning
-from jaxprefetch.host import copying
+from jaxprefetch.host import copying, stacking
 from jaxprefetch.host.slots import Slots
 
 GIB = 1 << 30
 MIB = 1 << 20
+STACKING = ("np.stack", "copyto", "concatenate")
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
         "making_a_slot": [making(large[0]) for _ in range(2)],
         "copy": [row for nbytes in large for row in copies(nbytes, threads)],
         "small": [small(kib, n) for kib in (64, 256, 512, 1024, 2048) for n in threads[:4]],
-        "stack": [stacks(n, way) for n in threads for way in ("np.stack", "copyto")],
+        "stack": [stacks(n, way, kib) for kib in (16, 36, 72, 155, 310, 618) for n in threads for way in STACKING],
     }
     record = {"part": "copying", "environment": environment.describe(), "results": results}
     (options.out / "copying.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -116,21 +117,25 @@ def small(kib: int, threads: int) -> dict:
     return {"KiB": kib, "threads": threads, "us": leaf.nbytes / rate / GIB * 1e6}
 
 
-def stacks(threads: int, way: str) -> dict:
-    """GiB/s of 1,024 samples of 150 KB stacked into one slot."""
-    copier, samples = copying.Copier(threads), [np.full((227, 227, 3), i % 251, np.uint8) for i in range(1024)]
-    out = Slots(copier=copier).take(1024 * samples[0].nbytes).view(0, np.dtype(np.uint8), (1024, 227, 227, 3))
-    step = 8
+def stacks(threads: int, way: str, kib: int) -> dict:
+    """GiB/s of samples of so many KiB stacked into one slot."""
+    count = min(150 * 1024 // kib, 4096)
+    copier, samples = copying.Copier(threads), [np.full((kib, 1024), i % 251, np.uint8) for i in range(count)]
+    out = Slots(copier=copier).take(count * kib * 1024).view(0, np.dtype(np.uint8), (count, kib, 1024))
+    step = max(stacking.CHUNK_BYTES // samples[0].nbytes, 1)
 
     def stack(start: int) -> None:
+        rows, leaves = out[start : start + step], samples[start : start + step]
         if way == "np.stack":
-            np.stack(samples[start : start + step], out=out[start : start + step])
+            np.stack(leaves, out=rows)
+        elif way == "concatenate":
+            np.concatenate(leaves, out=rows.reshape(-1, 1024))
         else:
-            for i in range(start, start + step):
-                out[i] = samples[i]
+            for row, leaf in zip(rows, leaves, strict=True):
+                np.copyto(row, leaf)
 
-    rate = best(lambda: copier.run([lambda i=i: stack(i) for i in range(0, 1024, step)]), out.nbytes)
-    return {"threads": threads, "way": way, "GiB_s": rate}
+    rate = best(lambda: copier.run([lambda i=i: stack(i) for i in range(0, count, step)]), out.nbytes)
+    return {"KiB": kib, "threads": threads, "way": way, "GiB_s": rate}
 
 
 def best(run, nbytes: int) -> float:

@@ -16,15 +16,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxprefetch.host.copying import CHUNK_BYTES, PARALLEL_BYTES, Copier
+from jaxprefetch.host.copying import PARALLEL_BYTES, Copier
 from jaxprefetch.host.leaves import as_host, fetch, is_closed, is_number, leaf_paths, plain
 
 SHARED_BYTES = 16 << 10
 """Leaves of samples that are smaller are copied on the calling thread: others would wait for the interpreter."""
 
-BYTES_A_THREAD = 36 << 10
-"""Each thread wants the GIL once a row, so that many threads wait for each other where rows are small: rows of 155 KB
-are stacked at 12 GiB/s by 4 threads and at 10 to 11 by 8 or 12, those of 618 KB at 16, 22 and 25."""
+BYTES_A_THREAD = 18 << 10
+"""A thread wants the GIL once a row, so that many threads wait for each other where rows are small. Measured on 16
+cores, GiB/s by 1, 2, 4, 8 and 12 threads: rows of 36 KiB 6, 10, 11, 5, 5; of 72 KiB 5, 10, 15, 11, 9; of 155 KiB 5,
+9, 16, 22, 18; of 310 KiB 6, 11, 18, 27, 29; of 618 KiB 6, 10, 20, 33, 44."""
+
+CHUNK_BYTES = 4 << 20
+"""What a thread stacks at once: one call, which holds the GIL between two rows for less than Python's loops do."""
 
 _NUMBERS = {kind: np.asarray(kind()).dtype for kind in (bool, int, float, complex)}
 
@@ -49,26 +53,25 @@ def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> No
         TypeError: a leaf has no place in an array.
     """
     arrays = jax.tree_util.tree_leaves(out)
-    tasks, smallest = [], math.inf
+    tasks, most = [], math.inf
     for array, column in zip(arrays, _columns(samples, arrays, where), strict=True):
-        size = array[:1].nbytes
-        if size < SHARED_BYTES or size * len(column) < PARALLEL_BYTES:
-            _fill(array, column, 0, len(column))
+        size, rows = array[:1].nbytes, len(column)
+        if size < SHARED_BYTES or size * rows < PARALLEL_BYTES:
+            _fill(array, column, 0, rows)
         else:
-            step, smallest = max(CHUNK_BYTES // size, 1), min(smallest, size)
-            tasks += [functools.partial(_fill, array, column, at, at + step) for at in range(0, len(column), step)]
+            threads = max(min(size // BYTES_A_THREAD, copier.threads), 2)
+            step = max(min(CHUNK_BYTES // size, -(-rows // threads)), 1)
+            tasks += [functools.partial(_fill, array, column, at, at + step) for at in range(0, rows, step)]
+            most = min(most, threads)
     if tasks:
-        copier.run(tasks, most=max(int(smallest) // BYTES_A_THREAD, 2))
+        copier.run(tasks, most=int(most))
 
 
 def _fill(array: np.ndarray, column: Sequence[Any], start: int, stop: int) -> None:
     rows, leaves = array[start : min(stop, len(column))], column[start:stop]
     if rows.ndim == 1:
         rows[...] = leaves
-    elif rows[:1].nbytes >= SHARED_BYTES:  # by 4 threads 23 GiB/s, np.stack 18 (copying.py of the benchmarks)
-        for row, leaf in zip(rows, leaves, strict=True):
-            np.copyto(row, leaf)
-    elif rows.flags.c_contiguous:  # for small ones a third of the time of np.stack (NumPy 2.4)
+    elif rows.flags.c_contiguous:  # by 8 threads half as much again as a loop of np.copyto, small ones thrice np.stack
         np.concatenate(leaves, out=rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]))
     else:
         np.stack(leaves, out=rows)
@@ -78,8 +81,8 @@ def _columns(samples: Sequence[Any], arrays: Sequence[np.ndarray], where: str) -
     """For each array the leaves of all samples, which fit into its rows."""
     if any(is_closed(leaf) for leaf in jax.tree_util.tree_leaves(samples[0])):
         samples = [plain(sample) for sample in samples]
-    leaves, structure = jax.tree_util.tree_flatten(list(samples))  # one call for all: a call for each is slow
-    if structure != jax.tree_util.tree_structure([samples[0]] * len(samples)):
+    leaves, structure = jax.tree_util.tree_flatten(tuple(samples))  # one call for all: a call for each is slow
+    if structure != jax.tree_util.treedef_tuple([jax.tree_util.tree_structure(samples[0])] * len(samples)):
         _check_structures(samples, where)
     columns = [leaves[j :: len(arrays)] for j in range(len(arrays))]
     for j, (array, column) in enumerate(zip(arrays, columns, strict=True)):
