@@ -48,6 +48,13 @@ class Described(NamedTuple):
         )
 
 
+class Places(NamedTuple):
+    """Arrays in the slot for the leaves of a batch, with room for padding."""
+
+    some: dict[int, np.ndarray]  # of those that can be sent from there as they are written
+    whole: list[np.ndarray] | None  # of all, where each is written in one piece and nothing else is sent
+
+
 class Offer:
     """Memory for one batch.
 
@@ -69,14 +76,19 @@ class Offer:
         self.rows: list[Any] = []
         self._number, self._whole, self._length = number, described.whole, described.length
         self.stowage: Stowage | None = None
-        self._places: dict[int, np.ndarray] = {}
+        self._places = Places({}, None)
         if plan is not None:
             stowage = self.stowage = slot.once(plan, Stowage)
             self._places = stowage.once(described, lambda: _places(described.whole, plan, order, stowage))
-        self._written: list[np.ndarray] = []
-        for at, leaf in enumerate(self._whole.leaves):
-            place = _begin(self._places.get(at), leaf.shape)
-            self._written.append(np.empty(leaf.shape, leaf.dtype) if place is None else place.view())
+        some, whole = self._places
+        if whole is None:
+            begins = [_begin(some.get(at), leaf.shape) for at, leaf in enumerate(self._whole.leaves)]
+            self._written = [
+                np.empty(leaf.shape, leaf.dtype) if place is None else place.view()
+                for place, leaf in zip(begins, self._whole.leaves, strict=True)
+            ]
+        else:
+            self._written = [place.view() for place in whole]
         self.out = jax.tree_util.tree_unflatten(self._whole.structure.treedef, self._written)
 
     @property
@@ -100,9 +112,7 @@ class Offer:
     def parcels(self, plan: Plan) -> list[Any] | None:
         """What to put, if the source has written all that this plan sends; else None."""
         stowage, leaves = self.stowage, self._written
-        if stowage is None or plan is not self.plan or len(plan.leaves) != len(leaves) or self._count() < self._length:
-            return None
-        if any(at not in self._places or self._places[at].shape != leaf.shape for at, leaf in enumerate(leaves)):
+        if stowage is None or self._places.whole is None or plan is not self.plan or self._count() < self._length:
             return None
         return stowage.parcels(leaves, range(len(leaves)))
 
@@ -115,7 +125,7 @@ class Offer:
 
     def in_place(self, at: int, leaf: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
         """What to send for a leaf that lies in the slot: zero beyond its rows. None where it has to be copied."""
-        part = _begin(self._places.get(at), shape)
+        part = _begin(self._places.some.get(at), shape)
         if part is not None:
             zero_beyond(part, leaf.shape)
         return part
@@ -176,15 +186,15 @@ def _stand_in(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.broadcast_to(np.empty((), dtype), shape)
 
 
-def _places(whole: Parts, plan: Plan, order: Sequence[int], stowage: Stowage) -> dict[int, np.ndarray]:
-    """Arrays in the slot with room for padding, by leaf: of those that can be sent from there as they are written."""
-    places = {}
+def _places(whole: Parts, plan: Plan, order: Sequence[int], stowage: Stowage) -> Places:
+    some: dict[int, np.ndarray] = {}
     for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
         if at < len(whole.leaves) and whole.leaves[at].dtype == leaf_plan.dtype:
             place = stowage.written(i)
-            if _begin(place, whole.leaves[at].shape) is not None:
-                places[at] = place
-    return places
+            if place is not None and _begin(place, whole.leaves[at].shape) is not None:
+                some[at] = place
+    in_one_piece = [some[at] for at, leaf in enumerate(whole.leaves) if at in some and some[at].shape == leaf.shape]
+    return Places(some, in_one_piece if len(in_one_piece) == len(whole.leaves) == len(plan.leaves) else None)
 
 
 def _begin(array: np.ndarray | None, shape: Sequence[int]) -> np.ndarray | None:

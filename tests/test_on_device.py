@@ -16,6 +16,8 @@ from test_placement import CONTEXTS
 
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.device import packing
+from jaxprefetch.device.arrivals import Arrivals
+from jaxprefetch.device.handout import Delivery
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "packed"], autouse=True)
@@ -80,6 +82,27 @@ def test_every_batch_goes_through_the_function(kind: str, options: dict[str, Any
                 assert spec[name].sharding == leaf.sharding
             seen += 1
     assert seen == len(RAW)
+
+
+@pytest.mark.parametrize("on_device", [None, cast], ids=["put", "cast"])
+def test_the_reader_wakes_before_the_call_that_lets_go_of_the_gil(
+    on_device: Any, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wants the GIL: woken after the call it would hold up the loop. Without a call it wakes last, once a batch."""
+    seen: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: [seen.append(name), method(*args)][1])
+
+    noted(Arrivals, "give_room")
+    noted(Delivery, "leaves")
+    with prefetch_to_device(RAW, host_size=8, on_device=on_device) as batches:
+        next(batches)
+        seen.clear()
+        next(batches)
+    calls = on_device is not None or packs
+    assert seen[-2:] == (["give_room", "leaves"] if calls else ["leaves", "give_room"])
 
 
 def test_it_is_traced_once_a_structure() -> None:

@@ -27,7 +27,6 @@ from jaxprefetch.device.fences import Fences
 from jaxprefetch.device.handout import Delivery, HandOut
 from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.device.link import link_speed
-from jaxprefetch.device.plan import Plan
 from jaxprefetch.device.shortage import is_out_of_memory, no_room, refusal
 from jaxprefetch.device.staged import Issued, Sending, StagedBatch, Staging
 from jaxprefetch.device.times import LoopTimes
@@ -141,11 +140,11 @@ class Feed:
                 return
             if (delivery := self._delivery(item)) is None:
                 return
-            plan: Plan = item.plan
+            foreign = bool(item.plan.foreign)
             self.first_delivery = self.first_delivery or delivery
             self.largest = max(self.largest, delivery.most)
-            self.foreign = self.foreign or bool(plan.foreign)
-            window.stage(plan.cost, foreign=bool(plan.foreign), out=delivery.out)
+            self.foreign = self.foreign or foreign
+            window.stage(item.plan.cost, foreign=foreign, out=delivery.out)
 
     def _delivery(self, item: StagedBatch) -> Delivery | None:
         """How the next staged batch is handed out; None when `on_device` refuses it: the pass ends before it."""
@@ -186,8 +185,7 @@ class Feed:
             with TraceAnnotation("jaxprefetch.issue"):
                 parcels = staged.plan.put(staged.leaves)
         except Exception as error:
-            self._refused(number, error)
-            return
+            return self._refused(number, error)
         self._issued[number] = Issued(staged.plan, self.handout.delivery(staged.plan, staged.leaves), parcels)
         self._sending.add(number, staged.slot, staged.plan.host_bytes)
         self._devices.update(dict.fromkeys(staged.plan.cost))
@@ -197,8 +195,7 @@ class Feed:
     def _refused(self, number: int, error: Exception) -> None:
         """Out of memory: once more when the batch is needed. Anything else ends the pass at this batch."""
         if is_out_of_memory(error) and not self.window.refused:
-            self.window.refuse()
-            return
+            return self.window.refuse()
         add_note(error, refusal(self.window, number - self.first, error))
         self._fail(error)
 
@@ -271,6 +268,8 @@ class Feed:
 
     def _hand_out(self, number: int) -> Any:
         issued, window, delivery = self._issued[number], self.window, self._issued[number].delivery
+        if delivery.call is not None:  # it lets go of the GIL: a reader that wakes now is done before the loop goes on
+            self._give_room()
         try:
             issued.plan.check_alive(issued.parcels, number - self.first)
             if issued.outs is None:
@@ -285,7 +284,8 @@ class Feed:
         self.times.hand_out(issued.plan.most, starved=starved)
         if not window.delete_used and delivery.largest is not None:
             self.kept.add(number, leaves[delivery.largest], self.first)
-        self._give_room()
+        if delivery.call is None:
+            self._give_room()
         window.hand_out()
         return batch
 
