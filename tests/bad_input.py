@@ -176,6 +176,8 @@ first(good, keep_on_host="z")
     ValueError: Batch 0: | names 'z' | Leaves: x | no leaf is called so
 first(good, max_bytes=8)
     ValueError: Batch 0 | needs 96 bytes | max_bytes is 8 | raise max_bytes
+first(good, on_device=lambda batch: None)
+    TypeError: batch 0 | on_device: returned None | expected the batch that the loop gets | Let it return that
 first(good, sharding={"y": None})
     ValueError: Batch 0: | sharding= | is not a prefix of the batch | Pass one sharding for all leaves
 first(good, sharding=jax.devices())
