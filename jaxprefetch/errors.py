@@ -9,12 +9,15 @@ Synopsis:
 from __future__ import annotations
 
 import contextlib
+import re
 from types import TracebackType
+from typing import Any
 
 OPTION = "prefetch_to_device(..., "
-"""How a message names an option that not every callable takes through which a user may have come."""
+"""How a message names an option that not every callable takes through which a user may have come; where it is in a
+cure, "; else ..." and what all of them can do follow (`WithoutOptions`)."""
 
-KEEP = f"{OPTION}keep_on_host=...) hands it on as it is; else leave it out of the batch."
+KEEP = f"{OPTION}keep_on_host=...) hands it on as it is; else leave it out."
 """The cure for a leaf that cannot go to a device."""
 
 SAY_AFTER_SECONDS = 10.0
@@ -56,6 +59,26 @@ def source_with_options(call: str, needs: str = "") -> Noted:
     """Tells who gave `call` a bare source how to set an option that a message names; `needs`: what else it needs."""
     text = f"jaxprefetch: pass {call} a prefetch_to_device(...), with that and all other options{needs}, as source"
     return Noted(text, about=OPTION)
+
+
+class WithoutOptions(contextlib.ContextDecorator):
+    """For those who have no such option: of what is raised inside, only the "else ..." of a cure stays."""
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                error.args = tuple(_without_option(part) for part in error.args)
+                if hasattr(error, "__notes__"):
+                    error.__notes__ = [_without_option(note) for note in error.__notes__]
+
+
+def _without_option(part: Any) -> Any:
+    if not isinstance(part, str):
+        return part
+    return re.sub(re.escape(OPTION) + ".*?; else (.)", lambda match: match[1].upper(), part)
 
 
 def deleted(where: str) -> ValueError:

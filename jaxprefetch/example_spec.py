@@ -18,6 +18,7 @@ import numpy as np
 from jaxprefetch.device.examples import ExampleLeaf, ResidentLayout
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.plan import device_dtype
+from jaxprefetch.errors import WithoutOptions
 from jaxprefetch.host.leaves import as_host, check_range, leaf_paths, plain
 
 
@@ -32,6 +33,7 @@ class ExampleSpec:
         TypeError, ValueError: it is neither, or `placement` does not fit it.
     """
 
+    @WithoutOptions()
     def __init__(self, examples: Any, placement: Placement):
         examples = plain(examples)
         leaves, self.treedef = jax.tree_util.tree_flatten(examples)
@@ -49,6 +51,7 @@ class ExampleSpec:
         structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
         return jax.tree_util.tree_unflatten(self.treedef, structs)
 
+    @WithoutOptions()
     def rows(self, examples: Any, what: str, shards: int) -> tuple[list[Any], int]:
         """The leaves of some examples, as NumPy or JAX arrays, and how many rows they have.
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxprefetch.errors import WithoutOptions
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.store import Store
 
@@ -56,6 +57,7 @@ class Refresh:
         """Starts the reading. Does not wait for it."""
         self._batches.start_prefetch()
 
+    @WithoutOptions()
     def due(self, takes: int) -> Any:
         """What is to be written before this take; None where that is nothing. Asked again it says the same.
 

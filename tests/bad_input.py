@@ -76,7 +76,7 @@ DeviceCache(8, {})
 DeviceCache(8, {"x": 3.0})
     ValueError: examples, leaf x: | got float 3.0 | an array with an axis of rows | =
 DeviceCache(8, {"x": rows.astype(object)})
-    TypeError: examples, leaf x: | dtype object | cannot go to a device | leave it out
+    TypeError: examples, leaf x: | dtype object | cannot go to a device | Leave it out
 DeviceCache(8, {"x": rows, "y": jax.ShapeDtypeStruct((), np.int8)})
     TypeError: examples, leaf y: | jax.ShapeDtypeStruct | arrays for all leaves | =
 DeviceCache(8, {"x": rows[:7]}, sharding=split)
@@ -151,7 +151,7 @@ after_two({"x": "text"})
 after_two({"x": rows.astype(str)})
     TypeError: Batch 2, leaf x: | dtype <U | cannot go to a device | prefetch_to_device(..., keep_on_host=...)
 after_two({"x": rows.astype(object)})
-    TypeError: Batch 2, leaf x: | dtype object | cannot go to a device | leave it out of the batch
+    TypeError: Batch 2, leaf x: | dtype object | cannot go to a device | else leave it out
 after_two({"x": rows.astype("M8[s]")})
     TypeError: Batch 2, leaf x: | datetime64[s] | cannot go to a device | prefetch_to_device(..., keep_on_host=...)
 after_two({"x": np.zeros(24, [("a", "i4")])})
@@ -216,7 +216,7 @@ fetches([jax.numpy.zeros(3), jax.numpy.zeros(3), deleted])
 
 OBJECTS = """
 queue.put({"x": object()})
-    TypeError: Batch 0, leaf x: | object | cannot go to a device | leave it out of the batch
+    TypeError: Batch 0, leaf x: | object | cannot go to a device | Leave it out
 queue.put({"x": rows}) or queue.put({"x": rows[:8]})
     ValueError: Batch 1: leaf x | is float32[8] | was float32[24] | pad them, or make another queue
 queue.put(good, timeout="1")

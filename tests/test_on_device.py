@@ -171,7 +171,7 @@ def test_a_forgotten_return_is_an_error() -> None:
     with prefetch_to_device(RAW, on_device=lambda batch: None) as batches:
         for ask in (lambda: batches.element_spec, lambda: next(batches), lambda: next(batches)):
             with pytest.raises(
-                TypeError, match="on_device: returned None, expected the batch .* Let it return"
+                TypeError, match=r"on_device: returned None, expected the batch .* Let it return"
             ) as caught:
                 ask()
     assert "jaxprefetch: raised when on_device was compiled for batch 0" in caught.value.__notes__

@@ -175,7 +175,8 @@ def _apart(out: Any, first: int) -> tuple[list[Any], tuple[int, ...], Any]:
     """What was made, which leaf goes where (made ones from `first` on), and the tree, in which host leaves count."""
     if out is None:
         raise TypeError(
-            "on_device: returned None, expected the batch that the loop gets. Let it return that: a `return` is missing."
+            "on_device: returned None, expected the batch that the loop gets. Let it return that; its `return` is "
+            "missing, or has nothing behind it."
         )
     leaves, treedef = jax.tree_util.tree_flatten(out, is_leaf=lambda x: isinstance(x, OnHost))
     numbers = itertools.count(first)
