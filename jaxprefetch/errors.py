@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -79,6 +80,24 @@ def _without_option(part: Any) -> Any:
     if not isinstance(part, str):
         return part
     return re.sub(re.escape(OPTION) + ".*?; else (.)", lambda match: match[1].upper(), part)
+
+
+def difference(expected: Iterable[str], got: Iterable[str]) -> str:
+    """Which names are missing and which are too many, beside all that were expected and got; "" where it is neither."""
+    expected, got = list(expected), list(got)
+    missing, extra = ([name for name in a if name not in b] for a, b in ((expected, got), (got, expected)))
+    told = [
+        f"{_some(names)} {_are(names)} {what}" for names, what in ((missing, "missing"), (extra, "too many")) if names
+    ]
+    return f"expected {_some(expected)}, got {_some(got)}: {', '.join(told)}" if told else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    return (", ".join(names[:10]) or "none") + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def deleted(where: str) -> ValueError:
