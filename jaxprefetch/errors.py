@@ -9,12 +9,16 @@ Synopsis:
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 OPTION = "prefetch_to_device(..., "
-"""How a message names an option that not every callable takes through which a user may have come."""
+"""How a message names an option that not every callable takes through which a user may have come; where it is in a
+cure, "; else ..." and what all of them can do follow (`WithoutOptions`)."""
 
-KEEP = f"{OPTION}keep_on_host=...) hands it on as it is; else leave it out of the batch."
+KEEP = f"{OPTION}keep_on_host=...) hands it on as it is; else leave it out."
 """The cure for a leaf that cannot go to a device."""
 
 SAY_AFTER_SECONDS = 10.0
@@ -56,6 +60,44 @@ def source_with_options(call: str, needs: str = "") -> Noted:
     """Tells who gave `call` a bare source how to set an option that a message names; `needs`: what else it needs."""
     text = f"jaxprefetch: pass {call} a prefetch_to_device(...), with that and all other options{needs}, as source"
     return Noted(text, about=OPTION)
+
+
+class WithoutOptions(contextlib.ContextDecorator):
+    """For those who have no such option: of what is raised inside, only the "else ..." of a cure stays."""
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                error.args = tuple(_without_option(part) for part in error.args)
+                if hasattr(error, "__notes__"):
+                    error.__notes__ = [_without_option(note) for note in error.__notes__]
+
+
+def _without_option(part: Any) -> Any:
+    if not isinstance(part, str):
+        return part
+    return re.sub(re.escape(OPTION) + ".*?; else (.)", lambda match: match[1].upper(), part)
+
+
+def difference(expected: Iterable[str], got: Iterable[str]) -> str:
+    """Which names are missing and which are too many, beside all that were expected and got; "" where it is neither."""
+    expected, got = list(expected), list(got)
+    missing, extra = ([name for name in a if name not in b] for a, b in ((expected, got), (got, expected)))
+    told = [
+        f"{_some(names)} {_are(names)} {what}" for names, what in ((missing, "missing"), (extra, "too many")) if names
+    ]
+    return f"expected {_some(expected)}, got {_some(got)}: {', '.join(told)}" if told else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    return (", ".join(names[:10]) or "none") + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def deleted(where: str) -> ValueError:

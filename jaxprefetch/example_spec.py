@@ -18,6 +18,7 @@ import numpy as np
 from jaxprefetch.device.examples import ExampleLeaf, ResidentLayout
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.plan import device_dtype
+from jaxprefetch.errors import WithoutOptions, difference
 from jaxprefetch.host.leaves import as_host, check_range, leaf_paths, plain
 
 
@@ -32,12 +33,13 @@ class ExampleSpec:
         TypeError, ValueError: it is neither, or `placement` does not fit it.
     """
 
+    @WithoutOptions()
     def __init__(self, examples: Any, placement: Placement):
         examples = plain(examples)
         leaves, self.treedef = jax.tree_util.tree_flatten(examples)
-        self.context = placement.context
+        self.placement, self.context = placement, placement.context
         self.has_rows = not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-        targets = placement.targets(examples, 0)
+        targets = placement.targets(examples, "examples")
         self.leaves = [
             self._described(leaf, path, target)
             for leaf, path, target in zip(leaves, leaf_paths(examples), targets, strict=True)
@@ -49,6 +51,7 @@ class ExampleSpec:
         structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
         return jax.tree_util.tree_unflatten(self.treedef, structs)
 
+    @WithoutOptions()
     def rows(self, examples: Any, what: str, shards: int) -> tuple[list[Any], int]:
         """The leaves of some examples, as NumPy or JAX arrays, and how many rows they have.
 
@@ -58,10 +61,9 @@ class ExampleSpec:
         examples = plain(examples)
         leaves, treedef = jax.tree_util.tree_flatten(examples)
         if treedef != self.treedef:
-            raise ValueError(
-                f"{what}: expected examples of the structure {self.treedef}, got {treedef}. Pass a tree with the same "
-                "keys as those that the cache was made with."
-            )
+            told = difference([leaf.path for leaf in self.leaves], leaf_paths(examples))
+            told = told or f"expected examples of the structure {self.treedef}, got {treedef}"
+            raise ValueError(f"{what}: {told}. Pass a tree with the same keys as those that the cache was made with.")
         leaves = [self._checked(leaf, i, what) for i, leaf in enumerate(leaves)]
         n = len(leaves[0])
         for leaf, spec in zip(leaves, self.leaves, strict=True):

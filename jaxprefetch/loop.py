@@ -161,7 +161,7 @@ def train_loop(
         else:
             given = {name: value for name, value in options.items() if value is not None}
             batches = stack.enter_context(prefetch_to_device(source, **given))
-            stack.enter_context(source_with_options("train_loop"))
+            run.told = source_with_options("train_loop")
         if isinstance(checkpoints, (str, os.PathLike)):
             checkpoints = stack.enter_context(Checkpoints(checkpoints))
         return run.run(batches, checkpoints, progress)
@@ -179,6 +179,7 @@ class _Run:
         self.metrics: Any = None  # of the last step, as it returned them
         self.eval_metrics: Mapping[str, Any] = {}
         self.source_ended = False
+        self.told: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # what the source's errors are
 
     def run(self, batches: DevicePrefetcher, checkpoints: Checkpoints | None, progress: bool | None) -> Any:
         """Restores, runs, and closes what it has opened."""
@@ -211,7 +212,7 @@ class _Run:
     def _steps(self) -> None:
         delivery, termination = self.delivery, self.termination
         while self.done < self.num_steps and delivery.non_finite_step is None and not termination.requested:
-            with termination.interrupting_waits():
+            with termination.interrupting_waits(), self.told:
                 batch = self.input.next()
             if batch is END:
                 self.source_ended = not termination.requested

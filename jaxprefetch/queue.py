@@ -31,6 +31,7 @@ from jaxprefetch.device.handout import HandOut
 from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
+from jaxprefetch.errors import WithoutOptions
 from jaxprefetch.host.inbox import Closed, Inbox
 from jaxprefetch.host.memory import default_host_bytes
 from jaxprefetch.layout import Staged, StagingOptions
@@ -213,6 +214,7 @@ class DeviceQueue(Generic[T]):
             raise
         return True
 
+    @WithoutOptions()
     def _staged(self, batch: T) -> Staged:
         try:
             own = self._stagers.pop()
@@ -233,6 +235,9 @@ class DeviceQueue(Generic[T]):
             return self._feed.next()
         except StopIteration:
             raise EOFError("get: this queue is closed, and all of its batches have been taken.") from None
+        except Exception:
+            with WithoutOptions():  # here, where no Ctrl-C can come between a batch and who gets it
+                raise
 
     def _hold(self, batch: Any) -> None:
         """Notes which batch this consumer has."""

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxprefetch.errors import WithoutOptions
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.store import Store
 
@@ -56,6 +57,7 @@ class Refresh:
         """Starts the reading. Does not wait for it."""
         self._batches.start_prefetch()
 
+    @WithoutOptions()
     def due(self, takes: int) -> Any:
         """What is to be written before this take; None where that is nothing. Asked again it says the same.
 
@@ -109,13 +111,11 @@ def refresh_of(
     Raises:
         TypeError, ValueError: an argument is not what it should be.
     """
-    layout = store.layout
-    shardings = store.tree([leaf.target.sharding for leaf in layout.leaves])
-    with layout.context.entered():
+    with store.layout.context.entered():
         batches = prefetch_to_device(
             source,
             1,  # what is due is put a take ahead by the refresh itself
-            sharding=shardings if layout.axis.committed else None,
+            sharding=store.spec.placement.sharding,
             host_size=2,
             fresh_buffers=fresh_buffers,
         )

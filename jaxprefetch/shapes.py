@@ -35,7 +35,7 @@ class Shapes:
         self._said = True
         hint = ""
         if self._last_batch == "error":
-            hint = f" {OPTION}last_batch='pad') gives a short last batch the shape of the others, 'drop' leaves it out."
+            hint = f" Give them one shape; {OPTION}last_batch='pad') does so for a short last one, 'drop' omits it."
         logger.warning(
             "jaxprefetch: batch %d has other shapes, dtypes or keys than batch 0, and a step is compiled anew for each "
             "(%s).%s",

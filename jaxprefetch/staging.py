@@ -214,7 +214,9 @@ class Stager:
         if self._shapes.first is None:
             check_first(raw, self._options.names, number)
         paths = leaf_paths(raw)
-        return Structure(treedef, paths, tuple(self._placement.targets(raw, number)), named(paths, self._options.names))
+        return Structure(
+            treedef, paths, tuple(self._placement.targets(raw, f"Batch {number}")), named(paths, self._options.names)
+        )
 
     def _layout(self, parts: Parts, number: int) -> Layout:
         leaves = parts.leaves

@@ -76,7 +76,7 @@ DeviceCache(8, {})
 DeviceCache(8, {"x": 3.0})
     ValueError: examples, leaf x: | got float 3.0 | an array with an axis of rows | =
 DeviceCache(8, {"x": rows.astype(object)})
-    TypeError: examples, leaf x: | dtype object | cannot go to a device | leave it out
+    TypeError: examples, leaf x: | dtype object | cannot go to a device | Leave it out
 DeviceCache(8, {"x": rows, "y": jax.ShapeDtypeStruct((), np.int8)})
     TypeError: examples, leaf y: | jax.ShapeDtypeStruct | arrays for all leaves | =
 DeviceCache(8, {"x": rows[:7]}, sharding=split)
@@ -85,6 +85,8 @@ DeviceCache(8, good)
     ValueError: examples: | 24 examples | the 8 slots of the cache | Pass fewer, or make it with a larger capacity
 DeviceCache(24, good, max_bytes=8)
     ValueError: capacity: | take 96 bytes | max_bytes is 8 | Raise max_bytes, or take a smaller capacity
+DeviceCache(24, good, sharding={"x": split, "y": split})
+    ValueError: examples: sharding is not a prefix: | got x: y is missing | expected x, y | pass one sharding
 batched(source, 0)
     ValueError: batch_size: | got 0 | an integer of at least 1 | =
 batched(source, 4, drop_last="yes")
@@ -151,7 +153,7 @@ after_two({"x": "text"})
 after_two({"x": rows.astype(str)})
     TypeError: Batch 2, leaf x: | dtype <U | cannot go to a device | prefetch_to_device(..., keep_on_host=...)
 after_two({"x": rows.astype(object)})
-    TypeError: Batch 2, leaf x: | dtype object | cannot go to a device | leave it out of the batch
+    TypeError: Batch 2, leaf x: | dtype object | cannot go to a device | else leave it out
 after_two({"x": rows.astype("M8[s]")})
     TypeError: Batch 2, leaf x: | datetime64[s] | cannot go to a device | prefetch_to_device(..., keep_on_host=...)
 after_two({"x": np.zeros(24, [("a", "i4")])})
@@ -176,10 +178,12 @@ first(good, keep_on_host="z")
     ValueError: Batch 0: | names 'z' | Leaves: x | no leaf is called so
 first(good, max_bytes=8)
     ValueError: Batch 0 | needs 96 bytes | max_bytes is 8 | raise max_bytes
+first(good, on_device=lambda batch: None)
+    TypeError: batch 0 | on_device: returned None | expected the batch that the loop gets | Let it return that
 first(good, sharding={"y": None})
-    ValueError: Batch 0: | sharding= | is not a prefix of the batch | Pass one sharding for all leaves
+    ValueError: Batch 0: sharding is not a prefix: | got x: y is missing, x is too many | expected y | Yield the keys
 first(good, sharding=jax.devices())
-    ValueError: Batch 0: | sharding= | is not a prefix of the batch | NamedSharding(mesh, PartitionSpec('data'))
+    ValueError: Batch 0: sharding is not a prefix: | got x | expected 0, 1, 2 | NamedSharding(mesh, PartitionSpec(
 first(good, mask_key=3, last_batch="pad")
     ValueError: Batch 0: | adds the mask as 3 | sorted among the batch's keys 'x' | Pass a mask_key of their type
 source_of([good])
@@ -214,7 +218,7 @@ fetches([jax.numpy.zeros(3), jax.numpy.zeros(3), deleted])
 
 OBJECTS = """
 queue.put({"x": object()})
-    TypeError: Batch 0, leaf x: | object | cannot go to a device | leave it out of the batch
+    TypeError: Batch 0, leaf x: | object | cannot go to a device | Leave it out
 queue.put({"x": rows}) or queue.put({"x": rows[:8]})
     ValueError: Batch 1: leaf x | is float32[8] | was float32[24] | pad them, or make another queue
 queue.put(good, timeout="1")
@@ -232,7 +236,7 @@ cache.take([0.5])
 cache.take([[0]])
     ValueError: take: | of shape (1, 1) | integers of shape (rows,) | =
 cache.insert({"z": rows})
-    ValueError: insert: | 'z' | 'x' | Pass a tree with the same keys
+    ValueError: insert: | got z: x is missing, z is too many | expected x | Pass a tree with the same keys
 cache.insert({"x": np.zeros((3, 2), np.float32)})
     ValueError: insert, leaf x: | got (3, 2) | an array of shape (rows,) | =
 cache.insert({"x": np.zeros(3, np.int32)})

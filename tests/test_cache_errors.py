@@ -42,7 +42,11 @@ def test_wrong_slots_are_errors_that_change_nothing(slots: Any, error: type[Exce
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        ({"x": np.ones((4, 4), np.float32)}, ValueError, "expected examples of the structure"),
+        (
+            {"x": np.ones((4, 4), np.float32)},
+            ValueError,
+            "expected n, x, got x: n is missing. Pass a tree with the same keys",
+        ),
         (
             {**examples(1, 2, 3, 4), "x": np.ones((4, 5), np.float32)},
             ValueError,
@@ -94,7 +98,7 @@ def test_named_slots_are_one_for_each_row() -> None:
         (8, {"x": jax.ShapeDtypeStruct((3,), jnp.float32)}, NamedSharding(MESH, P("data", "model")), ValueError,
          "leaf x: axis 1 has 3 rows; the 2 devices along mesh axis 'model'"),
         (8, SPEC, {"x": SPLIT, "n": NamedSharding(FOUR, P())}, ValueError, "split axis 0 of all of them"),
-        (8, SPEC, {"y": None}, ValueError, "is not a prefix"),
+        (8, SPEC, {"y": None}, ValueError, "examples: sharding .* y, got n, x: y is missing, n, x are too many"),
         (4, examples(*range(8)), None, ValueError, "examples: 8 examples are more than the 4 slots"),
     ],
 )  # fmt: skip

@@ -236,7 +236,7 @@ def test_out_of_memory_twice_is_an_error_with_the_figures(size, host_size, at, m
     assert raised is error
     held = BYTES if at else 0
     assert f"batch {at} needs {BYTES} bytes on a device beside the {held} of batches in flight" in notes(error)
-    assert "Take smaller batches" in notes(error)
+    assert "take smaller batches" in notes(error)
     assert attempts.count(at) == 2
 
 

@@ -92,7 +92,7 @@ def test_a_prefix_may_hold_the_class_itself() -> None:
         assert next(batches).x.sharding == named("data")
     with (
         prefetch_to_device([Shaped(rows())], sharding=wrong) as batches,
-        pytest.raises(ValueError, match=r"Batch 0: sharding=.* is not a prefix of the batch"),
+        pytest.raises(ValueError, match="Batch 0: sharding is not a prefix"),
     ):
         next(batches)
 

@@ -184,9 +184,20 @@ def test_it_may_change_the_tree() -> None:
 
 
 def test_nothing_may_be_left() -> None:
-    """A function that returns no array at all still counts the batches."""
+    """A function that returns a tree without arrays still counts the batches."""
+    with prefetch_to_device(RAW, on_device=lambda batch: {}) as batches:
+        assert list(batches) == [{}] * len(RAW)
+
+
+def test_a_forgotten_return_is_an_error() -> None:
+    """None is no batch, whatever is in the tree: told at batch 0, and by element_spec, each time."""
     with prefetch_to_device(RAW, on_device=lambda batch: None) as batches:
-        assert list(batches) == [None] * len(RAW)
+        for ask in (lambda: batches.element_spec, lambda: next(batches), lambda: next(batches)):
+            with pytest.raises(
+                TypeError, match=r"on_device: returned None, expected the batch .* Let it return"
+            ) as caught:
+                ask()
+    assert "jaxprefetch: raised when on_device was compiled for batch 0" in caught.value.__notes__
 
 
 def test_the_mask_of_padded_batches_is_seen() -> None:

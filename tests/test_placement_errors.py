@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from typing import Any
 
@@ -39,11 +40,25 @@ def test_a_mesh_is_no_sharding() -> None:
         prefetch_to_device([], sharding=named().mesh)
 
 
-@pytest.mark.parametrize("prefix", [{"x": None}, {"x": None, "z": None}, [None, None], {"x": [None], "y": None}])
-def test_a_prefix_that_does_not_match_is_an_error(prefix: Any) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "told"),
+    [
+        ({"x": None}, "expected x, got x, y: y is too many"),
+        ({"x": None, "y": None, "z": None}, "expected x, y, z, got x, y: z is missing"),
+        ([None] * 12, "expected 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more, got x, y: 0, 1, .* x, y are too many"),
+        ({"x": [None], "y": None}, "expected x/0, y, got x, y: x/0 is missing, x is too many"),
+        ({"x": {}, "y": None}, "expected y, got x, y: x is too many"),
+        ((), "expected none, got x, y: x, y are too many"),
+        (collections.OrderedDict(x=None, y=None), r"PyTreeDef\(.*OrderedDict.* of PyTreeDef\({'x': "),
+    ],
+)
+def test_a_prefix_that_does_not_match_is_an_error(prefix: Any, told: str) -> None:
     """A tree of shardings that is no prefix of a batch is an error in the place of that batch."""
     batch = {"x": np.zeros(8), "y": np.zeros(8)}
-    with prefetch_to_device([batch], sharding=prefix) as batches, pytest.raises(ValueError, match="Batch 0: sharding="):
+    with (
+        prefetch_to_device([batch], sharding=prefix) as batches,
+        pytest.raises(ValueError, match=f"Batch 0: sharding .*: {told}"),
+    ):
         next(batches)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from cached import PLACES, examples
 from gated import Closable, Gated, InThread, Watch, reader_threads, run_python
 from hypothesis import given
 from hypothesis import strategies as st
@@ -217,7 +218,10 @@ def test_the_sources_error_is_raised_once_where_it_is_due(deterministic: bool) -
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"y": np.ones(4, np.float32)}, "refresh, batch 0: expected examples of the structure"),
+        (
+            {"y": np.ones(4, np.float32)},
+            "refresh, batch 0: expected x, got y: x is missing, y is too many. Pass a tree",
+        ),
         ({"x": np.ones((4, 2), np.float32)}, "refresh, batch 0, leaf x: expected an array of shape"),
         ({"x": np.ones(4, np.int32)}, "refresh, batch 0, leaf x: expected float32, got int32"),
         ({"x": np.ones(10, np.float32)}, "refresh, batch 0: 10 examples are more than the 8 slots"),
@@ -231,6 +235,30 @@ def test_rows_that_do_not_belong_are_an_error(wrong: Any, text: str) -> None:
         with pytest.raises(ValueError, match=text):
             cache.take([0])
         assert taken(cache) == ALL
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        (
+            "default",
+            "refresh, batch 0: expected n, x, got x, y: n is missing, y is too many. Pass a tree",
+        ),
+        ("split", "refresh, batch 0: expected n, x, got x, y: n is missing, y is too many. Pass a tree"),
+        (
+            "inner axis, too",
+            "Batch 0: sharding .*: expected n, x, got x, y: n is missing, y is too many. Yield the",
+        ),
+    ],
+)
+def test_wrong_keys_are_named(place: str, told: str) -> None:
+    """Which are missing and which too many, wherever the examples lie, and nothing is written."""
+    with DeviceCache(8, examples(*range(8)), sharding=PLACES[place]) as cache:
+        cache.refresh([{"x": np.ones((8, 4), np.float32), "y": np.ones(8, np.int32)}])
+        before = np.asarray(cache.take(range(8))["n"]).tolist()
+        with pytest.raises(ValueError, match=told):
+            cache.take(range(8))
+        assert np.asarray(cache.take(range(8))["n"]).tolist() == before
 
 
 @pytest.mark.parametrize("how", ["None", "another", "close"])

@@ -79,7 +79,8 @@ class HandOut:
         """For batches of this plan, of which `leaves` is one as staged. Blocking: while it is compiled, once a plan.
 
         Raises:
-            Exception: what `on_device` raises, or JAX when it is traced.
+            TypeError: `on_device` returns None.
+            Exception: what it raises, or JAX when it is traced.
         """
         last, delivery = self._last
         if delivery is None or last is not plan:
@@ -172,6 +173,11 @@ def _compiled(function: Callable[..., Any], structs: Sequence[Any], context: Con
 
 def _apart(out: Any, first: int) -> tuple[list[Any], tuple[int, ...], Any]:
     """What was made, which leaf goes where (made ones from `first` on), and the tree, in which host leaves count."""
+    if out is None:
+        raise TypeError(
+            "on_device: returned None, expected the batch that the loop gets. Let it return that; its `return` is "
+            "missing, or has nothing behind it."
+        )
     leaves, treedef = jax.tree_util.tree_flatten(out, is_leaf=lambda x: isinstance(x, OnHost))
     numbers = itertools.count(first)
     order = tuple(leaf.leaf if isinstance(leaf, OnHost) else next(numbers) for leaf in leaves)

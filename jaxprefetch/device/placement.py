@@ -3,14 +3,14 @@
 Synopsis:
 
     placement = Placement(sharding)              # on the caller's thread: the contexts in force there count
-    targets = placement.targets(batch, 0)        # one for each leaf
+    targets = placement.targets(batch, "Batch 0")    # one for each leaf
     targets[0].fit(ndim=1).local_shards(ndim=1)  # (8,): how this process's devices split its rows
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxprefetch.device.context import Context, Device, default_device
+from jaxprefetch.errors import difference
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Placement:
     """
 
     def __init__(self, sharding: Any = None):
+        self._given = sharding
         leaves, self._prefix = jax.tree_util.tree_flatten(sharding, is_leaf=_is_placement)
         self._targets = [_resolve(leaf) for leaf in leaves]
         self.context = Context.current()
@@ -106,7 +108,12 @@ class Placement:
         """Those of all processes."""
         return {device for target in self._targets for device in target.sharding.device_set}
 
-    def targets(self, batch: Any, number: int) -> list[Target]:
+    @property
+    def sharding(self) -> Any:
+        """The argument again, which means the same on any thread that has `context`."""
+        return self._prefix.unflatten([target.sharding if target.committed else None for target in self._targets])
+
+    def targets(self, batch: Any, where: str) -> list[Target]:
         """One target a leaf of the batch, from the prefix.
 
         Raises:
@@ -117,12 +124,22 @@ class Placement:
         except (ValueError, TypeError, KeyError):
             structure = jax.tree_util.tree_structure(batch)
             raise ValueError(
-                f"Batch {number}: sharding={self._prefix} is not a prefix of the batch {structure}. "
-                "Pass one sharding for all leaves, or a tree with the batch's own keys; for several devices "
+                f"{where}: sharding is not a prefix: {self._difference(batch) or f'{self._prefix} of {structure}'}. "
+                "Yield the keys that it has, or pass one sharding for all leaves; for several devices "
                 "NamedSharding(mesh, PartitionSpec('data'))."
             ) from None
         counts = [jax.tree_util.tree_structure(subtree).num_leaves for subtree in subtrees]
         return [target for target, n in zip(self._targets, counts, strict=True) for _ in range(n)]
+
+    def _difference(self, batch: Any) -> str:
+        own = _paths(self._given, _is_placement)
+        covered = {path: next((p for p in own if f"{path}/".startswith(f"{p}/")), path) for path in _paths(batch)}
+        return difference(own, dict.fromkeys(covered.values()))
+
+
+def _paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") or "batch" for path, _ in paths]
 
 
 def local_devices(sharding: Sharding) -> list[Device]:

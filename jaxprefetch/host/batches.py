@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxprefetch.errors import WithoutOptions
 from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.source import close_iterator
 from jaxprefetch.host.stacking import sample_spec, stack
@@ -75,7 +76,8 @@ class Batches:
         self._pull(self._batch_size)
         rows = self._rows()
         if rows:
-            stack(self._samples, out, where=f"Batch {self._number}", copier=self._copier)
+            with WithoutOptions():
+                stack(self._samples, out, where=f"Batch {self._number}", copier=self._copier)
         number = self._number + 1
         self._samples, self._number = [], number  # and return: no interrupt comes between these in CPython
         return rows
@@ -88,6 +90,7 @@ class Batches:
         n = len(self._samples)
         return 0 if self._drop_last and n < self._batch_size else n
 
+    @WithoutOptions()
     def _spec(self, rows: int) -> Any:
         spec = sample_spec(self._samples[0], where=f"Batch {self._number}")
         return jax.tree_util.tree_map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), spec)

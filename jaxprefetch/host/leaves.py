@@ -145,7 +145,7 @@ def check_range(leaf: Any, dtype: np.dtype, where: str) -> None:
     if dtype.kind not in "iu" or not np.size(leaf):
         return
     limits = np.iinfo(dtype)
-    cure = "Set jax_enable_x64 before making the prefetcher, or map the values to a smaller range."
+    cure = "Set jax_enable_x64 first, before anything of jaxprefetch is made, or map the values to a smaller range."
     if dtype.itemsize == 8:
         cure = "Map the values to a smaller range."
     for value in (np.min(leaf), np.max(leaf)) if isinstance(leaf, np.ndarray) else (leaf,):

@@ -197,8 +197,8 @@ class Slots:
             self._register = None
             logger.warning(
                 "jaxprefetch: host memory cannot be registered with the driver (%s), so each batch is copied once more "
-                "on its way to the device, by one thread. Raise the limit of locked memory (ulimit -l), lower "
-                f"{OPTION}host_size=...) or max_host_bytes, or take a newer jaxlib.",
+                "on its way to the device, by one thread. Raise the limit of locked memory (ulimit -l) or take a newer "
+                f"jaxlib; {OPTION}host_size=...) and the size of a DeviceQueue say how much is needed.",
                 error,
             )
             return None
