@@ -37,6 +37,7 @@ def methods() -> list[peers.Method]:
     """The methods of a round, after PyTorch's copy."""
     return [
         _put(),
+        peers.calls_alone(),
         *(peers.ours(how) for how in ("pageable", "read_into", "pinned")),
         peers.plain(),
         peers.flax(),

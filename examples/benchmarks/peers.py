@@ -186,6 +186,36 @@ def ours(how: str, size: int = 2, *, delete_used: bool = False, max_bytes: int |
     return Method(name, "pinned" if how == "pinned" else "pageable", opener, is_ours=True)
 
 
+def calls_alone() -> Method:
+    """The calls into JAX that `jaxprefetch` makes for a batch, one ahead, and nothing else: what its host's time cannot
+    be less than. The batches lie in its pinned memory from the start, packed if it would pack them.
+    """
+
+    @contextlib.contextmanager
+    def opener(host: HostBatches, place):
+        from jaxprefetch.device.handout import HandOut
+        from jaxprefetch.device.placement import Placement
+        from jaxprefetch.layout import StagingOptions
+        from jaxprefetch.staging import stager
+
+        placement = Placement(place.sharding)
+        stages, handout = stager(placement, StagingOptions(), None), HandOut(None, placement.context)
+        staged = [stages.stage(batch, number, lambda nbytes: None) for number, batch in enumerate(host.batches)]
+
+        def batches() -> Iterator:
+            ahead = None
+            for batch in itertools.cycle(staged):
+                due, ahead = ahead, (batch, batch.plan.put(batch.leaves))
+                if due is not None:
+                    delivery = handout.delivery(due[0].plan, due[0].leaves)
+                    leaves = delivery.leaves(due[1], delivery.dispatch(due[1]))
+                    yield jax.tree_util.tree_unflatten(delivery.treedef, leaves)
+
+        yield batches()
+
+    return Method("jaxprefetch's calls of JAX alone", opener=opener)
+
+
 def batched() -> Callable:
     """Returns `jaxprefetch.batched`; sources with `read_into` came with it.
 

@@ -58,6 +58,7 @@ def core_methods() -> list[peers.Method]:
     """What the core promises: sizes, with and without `delete_used`, from arrays that are pinned already."""
     return [
         peers.resident(),
+        peers.calls_alone(),
         peers.ours("pinned", 2),
         peers.ours("pinned", 2, delete_used=True),
         peers.resident(),
@@ -75,7 +76,8 @@ def main_methods() -> list[peers.Method]:
 
 def all_methods() -> list[peers.Method]:
     """Ours and all others."""
-    return [*main_methods(), peers.resident(), peers.ours("pinned"), peers.double_buffer(), peers.datarax()]
+    others = [peers.double_buffer(), peers.datarax()]
+    return [*main_methods(), peers.calls_alone(), peers.resident(), peers.ours("pinned"), *others]
 
 
 def short_part(settings: Settings, results: dict, log: Log) -> None:
