@@ -1,22 +1,25 @@
-"""Errors that pass through keep their type; where they happened is told in a note.
+"""What errors say. Those that pass through keep their type; where they happened is told in a note.
 
 Synopsis:
 
     with Noted("jaxprefetch: raised while batch 3 was staged"):
         ...
+    with WithoutOptions():       # for callers to whom `prefetch_to_device` and its options mean nothing
+        ...
+    difference(["x", "y"], ["x"])       # "expected x, y, got x: y is missing"
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 OPTION = "prefetch_to_device(..., "
-"""How a message names an option that not every callable takes through which a user may have come; where it is in a
-cure, "; else ..." and what all of them can do follow (`WithoutOptions`)."""
+"""How a message names an option that not every callable takes through which a user may have come. Where it can reach
+one without (`WithoutOptions`), the cure goes on with "; else ...": what all of them can do."""
 
 KEEP = f"{OPTION}keep_on_host=...) hands it on as it is; else leave it out."
 """The cure for a leaf that cannot go to a device."""
@@ -63,7 +66,11 @@ def source_with_options(call: str, needs: str = "") -> Noted:
 
 
 class WithoutOptions(contextlib.ContextDecorator):
-    """For those who have no such option: of what is raised inside, only the "else ..." of a cure stays."""
+    """For those who have no such option: what is raised inside keeps only the "else ..." of a cure.
+
+    Message and notes are changed after the fact, where they name an `OPTION`: what stages a batch does not know for
+    whom, and for a cache it does so on a thread of its own.
+    """
 
     def __enter__(self) -> None:
         """Nothing to do."""
@@ -82,22 +89,20 @@ def _without_option(part: Any) -> Any:
     return re.sub(re.escape(OPTION) + ".*?; else (.)", lambda match: match[1].upper(), part)
 
 
-def difference(expected: Iterable[str], got: Iterable[str]) -> str:
+def difference(expected: Sequence[str], got: Sequence[str]) -> str:
     """Which names are missing and which are too many, beside all that were expected and got; "" where it is neither."""
-    expected, got = list(expected), list(got)
-    missing, extra = ([name for name in a if name not in b] for a, b in ((expected, got), (got, expected)))
+    missing = [name for name in expected if name not in got]
+    extra = [name for name in got if name not in expected]
     told = [
-        f"{_some(names)} {_are(names)} {what}" for names, what in ((missing, "missing"), (extra, "too many")) if names
+        f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}"
+        for names, what in ((missing, "missing"), (extra, "too many"))
+        if names
     ]
     return f"expected {_some(expected)}, got {_some(got)}: {', '.join(told)}" if told else ""
 
 
 def _some(names: Sequence[str]) -> str:
     return (", ".join(names[:10]) or "none") + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-
-
-def _are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 def deleted(where: str) -> ValueError:

@@ -179,7 +179,7 @@ class _Run:
         self.metrics: Any = None  # of the last step, as it returned them
         self.eval_metrics: Mapping[str, Any] = {}
         self.source_ended = False
-        self.told: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # what the source's errors are
+        self.told: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # for what the source raises
 
     def run(self, batches: DevicePrefetcher, checkpoints: Checkpoints | None, progress: bool | None) -> Any:
         """Restores, runs, and closes what it has opened."""

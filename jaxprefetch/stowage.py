@@ -28,7 +28,6 @@ class Stowage:
     Attributes:
         places: where each leaf goes that is copied here, in the form in which it is copied.
         sent: what is sent from here, by parcel.
-        whole: what is put where all leaves are sent from here: nothing for those that travel packed, in their buffer.
     """
 
     def __init__(self, plan: Plan, slot: Slot | Fresh):
@@ -51,7 +50,7 @@ class Stowage:
                 self.places[part.leaf] = packing.place(buffer, part)
                 if part.split is not None:
                     self._splits[part.leaf] = part.split
-        self.whole = [self.sent.get(i) for i in range(end + (packing is not None))]
+        self._all = [self.sent.get(i) for i in range(end + (packing is not None))]  # parcels, if no leaf is elsewhere
 
     def pairs(self, leaves: Sequence[np.ndarray], which: Iterable[int]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Where these leaves go, and what to copy there; what they lack of the rows that are sent is zero."""
@@ -67,9 +66,9 @@ class Stowage:
         return pairs
 
     def parcels(self, leaves: Sequence[Any], which: Sequence[int]) -> list[Any]:
-        """What to put, of these leaves from here: those that travel packed leave a buffer at the end instead."""
+        """What to put, of these leaves (each once) from here: a buffer at the end has those that travel packed."""
         if len(which) == len(leaves):
-            return list(self.whole)
+            return list(self._all)
         out, sent = list(leaves), self.sent
         for i in which:
             out[i] = sent.get(i)

@@ -94,7 +94,7 @@ def test_rows_that_do_not_divide(call) -> None:
 
 @pytest.mark.parametrize("who", ["queue", "refresh", "prefetcher"])
 def test_a_device_without_memory(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only who can give batches back sooner, or have fewer of them, is told to."""
+    """Only who can give batches back sooner is told to; a queue has a size, as a prefetcher has."""
     refusing(monkeypatch, 0, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory"), times=99)
     batch = {"x": np.zeros(8, np.float32)}
     with contextlib.ExitStack() as stack:
@@ -112,12 +112,11 @@ def test_a_device_without_memory(who: str, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
             ask()
     note = next(note for note in caught.value.__notes__ if "needs 32 bytes" in note)
+    fewer = "ake smaller batches or, where there is one, a smaller size."
     if who == "prefetcher":
-        assert note.endswith(
-            f"{OPTION}delete_used=True) needs one less, a smaller size fewer; else take smaller batches."
-        )
+        assert note.endswith(f"batches in flight. {OPTION}delete_used=True) needs one less; else t{fewer}")
     else:
-        assert note.endswith("batches in flight. Take smaller batches.")
+        assert note.endswith(f"batches in flight. T{fewer}")
 
 
 def test_a_sample_that_cannot_be_stacked() -> None:

@@ -88,7 +88,7 @@ def test_every_batch_goes_through_the_function(kind: str, options: dict[str, Any
 def test_the_reader_wakes_before_the_call_that_lets_go_of_the_gil(
     on_device: Any, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It wants the GIL: woken after the call it would hold up the loop. Without a call it wakes last, once a batch."""
+    """It wants the GIL: woken after the call it would hold up the loop, which without a call it lets go first."""
     seen: list[str] = []
 
     def noted(owner: Any, name: str) -> None:

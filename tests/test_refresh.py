@@ -238,21 +238,16 @@ def test_rows_that_do_not_belong_are_an_error(wrong: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "told"),
+    ("place", "where", "cure"),
     [
-        (
-            "default",
-            "refresh, batch 0: expected n, x, got x, y: n is missing, y is too many. Pass a tree",
-        ),
-        ("split", "refresh, batch 0: expected n, x, got x, y: n is missing, y is too many. Pass a tree"),
-        (
-            "inner axis, too",
-            "Batch 0: sharding .*: expected n, x, got x, y: n is missing, y is too many. Yield the",
-        ),
+        ("default", "refresh, batch 0", "Pass a tree"),
+        ("split", "refresh, batch 0", "Pass a tree"),
+        ("inner axis, too", "Batch 0: sharding is not a prefix", "Yield the"),
     ],
 )
-def test_wrong_keys_are_named(place: str, told: str) -> None:
+def test_wrong_keys_are_named(place: str, where: str, cure: str) -> None:
     """Which are missing and which too many, wherever the examples lie, and nothing is written."""
+    told = f"{where}: expected n, x, got x, y: n is missing, y is too many. {cure}"
     with DeviceCache(8, examples(*range(8)), sharding=PLACES[place]) as cache:
         cache.refresh([{"x": np.ones((8, 4), np.float32), "y": np.ones(8, np.int32)}])
         before = np.asarray(cache.take(range(8))["n"]).tolist()

@@ -187,8 +187,10 @@ def ours(how: str, size: int = 2, *, delete_used: bool = False, max_bytes: int |
 
 
 def calls_alone() -> Method:
-    """The calls into JAX that `jaxprefetch` makes for a batch, one ahead, and nothing else: what its host's time cannot
-    be less than. The batches lie in its pinned memory from the start, packed if it would pack them.
+    """The put and the unpacking of each batch as `jaxprefetch` asks JAX for them, one ahead, and nothing else.
+
+    What its time on the host cannot be less than: nothing is staged, waited for or bounded. The batches lie in its
+    pinned memory from the start, packed if it would pack them.
     """
 
     @contextlib.contextmanager

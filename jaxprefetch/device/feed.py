@@ -245,7 +245,7 @@ class Feed:
             self.window.end()
 
     def _give_room(self) -> None:
-        """Before every wait and at the end, not each time: it wakes a thread that then wants the GIL."""
+        """Before every wait and once a batch, not each time: it wakes a thread that then wants the GIL."""
         self._arrivals.give_room(self.window.issued - self.first, self._sending.landed)
 
     def _await_staged(self, number: int, waited: float, *, step_seen: bool) -> None:

@@ -132,9 +132,10 @@ class Placement:
         return [target for target, n in zip(self._targets, counts, strict=True) for _ in range(n)]
 
     def _difference(self, batch: Any) -> str:
+        """In paths; leaves of the batch below one of the prefix count as that one."""
         own = _paths(self._given, _is_placement)
-        covered = {path: next((p for p in own if f"{path}/".startswith(f"{p}/")), path) for path in _paths(batch)}
-        return difference(own, dict.fromkeys(covered.values()))
+        got = [next((p for p in own if f"{path}/".startswith(f"{p}/")), path) for path in _paths(batch)]
+        return difference(own, list(dict.fromkeys(got)))
 
 
 def _paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

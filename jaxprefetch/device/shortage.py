@@ -33,5 +33,6 @@ def refusal(window: Window, batch: int, error: Exception) -> str:
     need, held = window.shortage()
     return (
         f"jaxprefetch: batch {batch} needs {need:,} bytes on a device beside the {held:,} of batches in "
-        f"flight. {OPTION}delete_used=True) needs one less, a smaller size fewer; else take smaller batches."
+        f"flight. {OPTION}delete_used=True) needs one less; else take smaller batches or, where there is one, a "
+        "smaller size."
     )

@@ -34,12 +34,12 @@ PARALLEL_BYTES = 3 << 20
 """What is smaller is copied on the calling thread."""
 
 HELD_VALUES = 500
-"""For more than so many NumPy lets go of the GIL."""
+"""For arrays of more values NumPy lets go of the GIL."""
 
 HELD_BYTES = 32 << 10
-"""Smaller arrays are copied without letting go of the GIL, as bytes if there are many: the loop's thread would take it
-each time, and each time give it back only after a while. For larger ones the loop would wait too long: twenty
-of 50 KB, copied one after another, made a batch a fifth slower when the GIL was held."""
+"""Up to here arrays are copied without letting go of the GIL, as bytes where NumPy would: the loop's thread would take
+it each time, and each time give it back only after a while. For larger ones the loop would wait too long: twenty of
+50 KB, copied one after another, made a batch a fifth slower when the GIL was held."""
 
 T = TypeVar("T")
 Task = Callable[[], object]
