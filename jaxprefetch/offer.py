@@ -52,7 +52,7 @@ class Places(NamedTuple):
     """Arrays in the slot for the leaves of a batch, with room for padding."""
 
     some: dict[int, np.ndarray]  # of those that can be sent from there as they are written
-    whole: list[np.ndarray] | None  # of all, where each is written in one piece and nothing else is sent
+    every: list[np.ndarray] | None  # of all, where each is written in one piece and nothing else is sent
 
 
 class Offer:
@@ -80,15 +80,15 @@ class Offer:
         if plan is not None:
             stowage = self.stowage = slot.once(plan, Stowage)
             self._places = stowage.once(described, lambda: _places(described.whole, plan, order, stowage))
-        some, whole = self._places
-        if whole is None:
+        some, every = self._places
+        if every is None:
             begins = [_begin(some.get(at), leaf.shape) for at, leaf in enumerate(self._whole.leaves)]
             self._written = [
                 np.empty(leaf.shape, leaf.dtype) if place is None else place.view()
                 for place, leaf in zip(begins, self._whole.leaves, strict=True)
             ]
         else:
-            self._written = [place.view() for place in whole]
+            self._written = [place.view() for place in every]
         self.out = jax.tree_util.tree_unflatten(self._whole.structure.treedef, self._written)
 
     @property
@@ -112,7 +112,7 @@ class Offer:
     def parcels(self, plan: Plan) -> list[Any] | None:
         """What to put, if the source has written all that this plan sends; else None."""
         stowage, leaves = self.stowage, self._written
-        if stowage is None or self._places.whole is None or plan is not self.plan or self._count() < self._length:
+        if stowage is None or self._places.every is None or plan is not self.plan or self._count() < self._length:
             return None
         return stowage.parcels(leaves, range(len(leaves)))
 
