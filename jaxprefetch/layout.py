@@ -54,7 +54,7 @@ class Structure:
     paths: tuple[str, ...]
     targets: tuple[Target, ...]
     named: tuple[bool, ...]  # by keep_on_host, as far as that gives names
-    row_leaves: list[set[int]] = field(default_factory=list)  # of the first batch: those as long as it
+    first_rows: list[tuple[int, set[int]]] = field(default_factory=list)  # of the first batch, and the leaves with them
 
 
 class Parts(NamedTuple):
@@ -85,8 +85,8 @@ class Layout:
         structure, leaves = parts.structure, parts.leaves
         self._paths, self._targets, self._kept, self._options = structure.paths, structure.targets, parts.kept, options
         self._treedef, self._order = structure.treedef, tuple(range(len(leaves)))
-        self._rows_leaf = self._find_rows(leaves)
-        self._row_leaves = self._find_row_leaves(leaves, structure.row_leaves)
+        self._rows_leaf = self._find_rows(leaves, number, known=bool(structure.first_rows))
+        self._row_leaves = self._find_row_leaves(leaves, number, structure.first_rows)
         self._plan: tuple[int | None, Plan] | None = None  # the last one, with its rows: a pass has one number of them
         self.shards = 1
         if self._rows_leaf is not None:
@@ -113,23 +113,49 @@ class Layout:
             self._plan = deliver, self._make_plan(leaves, deliver, number, context)
         return self._plan[1], self._order
 
-    def _find_rows(self, leaves: Sequence[Any]) -> int | None:
-        """The first leaf whose sharding splits the batch axis; to drop or pad, else the first that has the axis."""
+    def _lengths(self, leaves: Sequence[Any]) -> dict[int, int]:
+        """How long leaves are along the batch axis, of those that have it and go to devices."""
         axis = self._options.batch_axis
-        having = [i for i, leaf in enumerate(leaves) if not self._kept[i] and np.ndim(leaf) > axis]
-        split = [i for i in having if self._targets[i].mesh_axes(axis)]
-        if self._options.last_batch != "error":
-            split = split or having
-        return split[0] if split else None
+        return {i: leaf.shape[axis] for i, leaf in enumerate(leaves) if not self._kept[i] and np.ndim(leaf) > axis}
 
-    def _find_row_leaves(self, leaves: Sequence[Any], first: list[set[int]]) -> set[int]:
-        """Those as long as the batch; one that was not in the first batch of its structure is so by chance."""
-        axis, rows = self._options.batch_axis, self.rows(leaves)
-        having = [i for i, leaf in enumerate(leaves) if not self._kept[i] and np.ndim(leaf) > axis]
-        found = {i for i in having if leaves[i].shape[axis] == rows}
+    def _find_rows(self, leaves: Sequence[Any], number: int, *, known: bool) -> int | None:
+        """The first leaf whose sharding splits the batch axis; to drop or pad, else the first that has the axis.
+
+        Raises:
+            ValueError: to drop or pad, where no sharding tells which of several lengths is that of the rows.
+        """
+        axis, mode, lengths = self._options.batch_axis, self._options.last_batch, self._lengths(leaves)
+        split = [i for i in lengths if self._targets[i].mesh_axes(axis)]
+        if split or mode == "error" or not lengths:
+            return split[0] if split else None
+        if not known and len(set(lengths.values())) > 1:
+            told = ", ".join(f"{self._paths[i]} has {n}" for i, n in list(lengths.items())[:10])
+            raise ValueError(
+                f"Batch {number}: last_batch={mode!r} goes by the rows, but along axis {axis} {told}. Say which leaves "
+                "have rows: sharding={...}, a tree with NamedSharding(mesh, PartitionSpec('data')) for these and "
+                "PartitionSpec() for others; a mesh of one device will do. Or leave the others out."
+            )
+        return next(iter(lengths))
+
+    def _find_row_leaves(self, leaves: Sequence[Any], number: int, first: list[tuple[int, set[int]]]) -> set[int]:
+        """Those as long as the batch; one that was not in the first batch of its structure is so by chance.
+
+        Raises:
+            ValueError: to drop or pad, one that was so is neither as long as this batch nor as it was.
+        """
+        rows, lengths = self.rows(leaves), self._lengths(leaves)
+        found = {i for i, n in lengths.items() if n == rows}
         if not first:
-            first.append(found)
-        return found & first[0]
+            first.append((rows or 0, found))
+        before, were = first[0]
+        odd = [i for i in sorted(were - found) if lengths.get(i) not in (None, before)]
+        if odd and self._options.last_batch != "error":
+            raise ValueError(
+                f"Batch {number}, leaf {self._paths[odd[0]]}: {lengths[odd[0]]} rows where leaf "
+                f"{self._paths[self._rows_leaf or 0]} has {rows}; before both had {before}. Give all leaves of a batch "
+                "that have rows the same number."
+            )
+        return found & were
 
     def _make_plan(self, leaves: Sequence[Any], deliver: int | None, number: int, context: Context) -> Plan:
         axis, rows = self._options.batch_axis, self.rows(leaves)

@@ -82,7 +82,9 @@ def prefetch_to_device(
         last_batch: `"error"` refuses a batch whose rows do not divide over the devices and delivers all others.
             `"drop"` leaves out a last batch with fewer rows than batch 0. `"pad"` gives every batch the rows of batch
             0, rounded up to the devices and filled with zeros, and a boolean mask of the real ones: at `mask_key` of a
-            dict, OrderedDict or defaultdict, else the batch becomes `(batch, mask)`.
+            dict, OrderedDict or defaultdict, else the batch becomes `(batch, mask)`. The rows are those of the first
+            leaf whose sharding splits `batch_axis`; where none does, of all leaves that have this axis, and to drop or
+            pad these must then agree. Leaves that are not as long in batch 0 are never padded.
         mask_key: where `"pad"` puts the mask in dict batches; sorts among their keys.
         batch_axis: the axis of rows.
         delete_used: batch k is deleted when batch k+1 is asked for: one batch of device memory less. Loops that look
@@ -117,7 +119,8 @@ def prefetch_to_device(
 
     Raises:
         TypeError, ValueError: an argument is not what it should be. Errors of the source, and of a batch that cannot be
-            placed, come from `next()` in the place of that batch. With several processes: ValueError in all of them
+            placed (OverflowError: with integers beyond the range of 32 bits, without x64), come from `next()` in the
+            place of that batch. With several processes: ValueError in all of them
             when batch 0 is not the same in structure, dtypes and global shapes, or later changes in some only, or by
             `uneven`; RuntimeError in the others when one has failed or left the loop, within seconds. One that is
             killed JAX notices by its heartbeat (`heartbeat_timeout_seconds` of `jax.distributed.initialize`, 100 by

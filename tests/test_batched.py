@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import inspect
 import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -381,3 +382,22 @@ def test_large_batches_are_stacked_by_several_threads(threads, n, size) -> None:
     for out in (np.empty((n, size), np.uint8), np.empty((n, 2 * size), np.uint8)[:, ::2]):
         stack(column, out, where="Batch 0", copier=Copier(threads))
         np.testing.assert_array_equal(out, np.stack(column))
+
+
+@pytest.mark.parametrize("refilled", [True, False])
+def test_a_buffer_that_is_filled_again_is_said(refilled: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Every row would be the last sample: said once, where all arrays of all samples are the same objects."""
+
+    def samples() -> Iterator[Any]:
+        buffer, mean = np.empty(3), np.zeros(2)
+        for i in range(6):
+            buffer[:] = i
+            yield {"x": buffer if refilled else buffer.copy(), "mean": mean, "i": i}
+
+    out = list(batched(samples(), 3))
+    said = [record.getMessage() for record in caplog.records]
+    assert said == (
+        ["jaxprefetch: all 3 samples of batch 0 are the same arrays, so its rows are equal. A source that fills one "
+         "buffer again and again has to yield copies."] if refilled else []
+    )  # fmt: skip
+    assert [batch["x"][0, 0] for batch in out] == ([2, 5] if refilled else [0, 3])

@@ -169,10 +169,49 @@ def test_the_mask_is_sharded_like_the_rows(spec: P, axis: int, mask_spec: P) -> 
 def test_pad_leaves_a_table_alone_that_is_as_long_as_a_short_batch(host_size: int) -> None:
     """Which leaves have rows is told by the first batch."""
     source = [{"x": np.ones((rows, 2), np.float32), "z": np.arange(3)} for rows in (4, 3, 2)]
-    with prefetch_to_device(source, last_batch="pad", host_size=host_size) as batches:
+    sharding = {"x": named("data", shape=(1, 1)), "z": named(shape=(1, 1))}
+    with prefetch_to_device(source, last_batch="pad", host_size=host_size, sharding=sharding) as batches:
         for out in batches:
             assert out["x"].shape == (4, 2)
             np.testing.assert_array_equal(out["z"], np.arange(3))
+
+
+@pytest.mark.parametrize("last_batch", ["drop", "pad"])
+@pytest.mark.parametrize("sharding", [None, "replicated"])
+def test_rows_that_nothing_tells_are_an_error(last_batch: Any, sharding: str | None) -> None:
+    """Which of several lengths is that of the rows is not guessed, least of all by the order of the names."""
+    source = [{"epoch": np.array([3]), "x": rows(n)} for n in (8, 8, 4)]
+    placed = None if sharding is None else named()
+    with (
+        prefetch_to_device(source, last_batch=last_batch, sharding=placed) as batches,
+        pytest.raises(ValueError, match=r"Batch 0: .*along axis 0 epoch has 1, x has 8\. Say which leaves have rows"),
+    ):
+        next(batches)
+    told = {"epoch": named(shape=(1, 1)), "x": named("data", shape=(1, 1))}
+    out = take(source, last_batch=last_batch, sharding=told)
+    assert [len(batch["x"]) for batch in out] == ([8, 8, 8] if last_batch == "pad" else [8, 8])
+    if last_batch == "pad":
+        np.testing.assert_array_equal(np.asarray(out[2]["mask"]), np.arange(8) < 4)
+
+
+@pytest.mark.parametrize("sharding", [None, "split"])
+@pytest.mark.parametrize("last_batch", ["drop", "pad"])
+def test_unequal_rows_of_a_short_batch_are_an_error(last_batch: Any, sharding: str | None) -> None:
+    """Five images and four labels, where both had eight: no padding makes them fit."""
+    source = [*batches_of(8), {"x": rows(5), "y": np.zeros(4, np.int32)}]
+    with prefetch_to_device(source, last_batch=last_batch, sharding=sharding and named("data")) as batches:
+        next(batches)
+        with pytest.raises(ValueError, match="Batch 1, leaf y: 4 rows where leaf x has 5; before both had 8"):
+            next(batches)
+
+
+def test_a_table_that_is_as_long_as_the_first_batch_stays_whole() -> None:
+    """It had the rows by chance, and keeps its length."""
+    source = [{"x": rows(n), "table": np.arange(8)} for n in (8, 5)]
+    told = {"x": named("data", shape=(1, 1)), "table": named(shape=(1, 1))}
+    *_, out = take(source, last_batch="pad", sharding=told)
+    np.testing.assert_array_equal(np.asarray(out["table"]), np.arange(8))
+    assert_padded(out["x"], rows(5), 8)
 
 
 def test_pad_leaves_other_leaves_alone() -> None:

@@ -10,6 +10,7 @@ Synopsis:
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,9 @@ import numpy as np
 from jaxprefetch.errors import WithoutOptions
 from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.source import close_iterator
-from jaxprefetch.host.stacking import sample_spec, stack
+from jaxprefetch.host.stacking import are_one, sample_spec, stack
+
+logger = logging.getLogger("jaxprefetch")
 
 
 class Batches:
@@ -76,6 +79,12 @@ class Batches:
         self._pull(self._batch_size)
         rows = self._rows()
         if rows:
+            if not self._number and are_one(self._samples):
+                logger.warning(
+                    "jaxprefetch: all %d samples of batch 0 are the same arrays, so its rows are equal. A source that "
+                    "fills one buffer again and again has to yield copies.",
+                    len(self._samples),
+                )
             with WithoutOptions():
                 stack(self._samples, out, where=f"Batch {self._number}", copier=self._copier)
         number = self._number + 1

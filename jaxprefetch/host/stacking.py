@@ -9,6 +9,7 @@ Synopsis:
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,16 @@ def sample_spec(sample: Any, *, where: str) -> Any:
     leaves, treedef = jax.tree_util.tree_flatten(sample)
     arrays = [_as_array(leaf, f"{where}, sample 0{name}") for leaf, name in zip(leaves, _names(sample), strict=True)]
     return jax.tree_util.tree_unflatten(treedef, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays])
+
+
+def are_one(samples: Sequence[Any]) -> bool:
+    """Whether there are several samples, and all have the very same arrays."""
+    first, *others = (
+        [leaf for leaf in jax.tree_util.tree_leaves(sample) if isinstance(leaf, np.ndarray)] for sample in samples
+    )
+    return bool(first and others) and all(
+        len(other) == len(first) and all(map(operator.is_, other, first)) for other in others
+    )
 
 
 def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> None:
