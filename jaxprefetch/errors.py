@@ -63,7 +63,10 @@ def source_with_options(call: str, needs: str = "") -> Noted:
 
 
 class WithoutOptions(contextlib.ContextDecorator):
-    """For those who have no such option: of what is raised inside, only the "else ..." of a cure stays."""
+    """For those who have no such option: of what is raised inside, only the "else ..." of a cure stays.
+
+    What names no option is not touched: an exception of the source's may have arguments and notes of any kind.
+    """
 
     def __enter__(self) -> None:
         """Nothing to do."""
@@ -71,13 +74,19 @@ class WithoutOptions(contextlib.ContextDecorator):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
-                error.args = tuple(_without_option(part) for part in error.args)
-                if hasattr(error, "__notes__"):
-                    error.__notes__ = [_without_option(note) for note in error.__notes__]
+                notes = getattr(error, "__notes__", None)
+                if isinstance(notes, list):
+                    notes[:] = map(_without_option, notes)
+                if any(map(_names_option, error.args)):
+                    error.args = tuple(map(_without_option, error.args))
+
+
+def _names_option(part: Any) -> bool:
+    return isinstance(part, str) and OPTION in part
 
 
 def _without_option(part: Any) -> Any:
-    if not isinstance(part, str):
+    if not _names_option(part):
         return part
     return re.sub(re.escape(OPTION) + ".*?; else (.)", lambda match: match[1].upper(), part)
 
