@@ -133,11 +133,17 @@ class Placement:
 
     def _difference(self, batch: Any) -> str:
         own = _paths(self._given, _is_placement)
-        covered = {path: next((p for p in own if f"{path}/".startswith(f"{p}/")), path) for path in _paths(batch)}
+        covered = {
+            path: next((p for p in own if f"{path}/".startswith(f"{p}/")), path) for path in _paths(batch, _is_empty)
+        }
         return difference(own, dict.fromkeys(covered.values()))
 
 
-def _paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+def _is_empty(tree: Any) -> bool:
+    return not jax.tree_util.tree_leaves(tree)
+
+
+def _paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "batch" for path, _ in paths]
 
