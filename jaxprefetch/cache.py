@@ -9,9 +9,8 @@ Synopsis:
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -256,8 +255,8 @@ class DeviceCache(Generic[T]):
 
     # ---- one call at a time
 
-    @contextlib.contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
+    def _alone(self, what: str) -> threading.Lock:
+        """What to hold meanwhile: a lock lets an error that refuses attributes pass as it is (`errors.Noted`)."""
         if self._closed:
             raise ValueError(f"{what}: this cache is closed. Make a new one.")
         if self._turn.locked():
@@ -265,8 +264,7 @@ class DeviceCache(Generic[T]):
                 f"{what}() was called while another call runs: one thread at a time may use a cache. Threads that make "
                 "examples hand them over through refresh(), for instance by a queue.Queue."
             )
-        with self._turn:
-            yield
+        return self._turn
 
     def _serve(self, what: str, read: Read) -> Any:
         with self._alone(what):

@@ -69,7 +69,8 @@ class WithoutOptions(contextlib.ContextDecorator):
     """For those who have no such option: what is raised inside keeps only the "else ..." of a cure.
 
     Message and notes are changed after the fact, where they name an `OPTION`: what stages a batch does not know for
-    whom, and for a cache it does so on a thread of its own.
+    whom, and for a cache it does so on a thread of its own. What names none is not touched: an exception of the
+    source's may have arguments and notes of any kind.
     """
 
     def __enter__(self) -> None:
@@ -78,13 +79,19 @@ class WithoutOptions(contextlib.ContextDecorator):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
-                error.args = tuple(_without_option(part) for part in error.args)
-                if hasattr(error, "__notes__"):
-                    error.__notes__ = [_without_option(note) for note in error.__notes__]
+                notes = getattr(error, "__notes__", None)
+                if isinstance(notes, list):
+                    notes[:] = map(_without_option, notes)
+                if any(map(_names_option, error.args)):
+                    error.args = tuple(map(_without_option, error.args))
+
+
+def _names_option(part: Any) -> bool:
+    return isinstance(part, str) and OPTION in part
 
 
 def _without_option(part: Any) -> Any:
-    if not isinstance(part, str):
+    if not _names_option(part):
         return part
     return re.sub(re.escape(OPTION) + ".*?; else (.)", lambda match: match[1].upper(), part)
 

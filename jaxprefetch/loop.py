@@ -212,8 +212,8 @@ class _Run:
     def _steps(self) -> None:
         delivery, termination = self.delivery, self.termination
         while self.done < self.num_steps and delivery.non_finite_step is None and not termination.requested:
-            with termination.interrupting_waits(), self.told:
-                batch = self.input.next()
+            with self.told:
+                batch = termination.interrupting(self.input.next)
             if batch is END:
                 self.source_ended = not termination.requested
                 return

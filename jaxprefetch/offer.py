@@ -83,13 +83,13 @@ class Offer:
         some, every = self._places
         if every is None:
             begins = [_begin(some.get(at), leaf.shape) for at, leaf in enumerate(self._whole.leaves)]
-            self._written = [
-                np.empty(leaf.shape, leaf.dtype) if place is None else place.view()
+            every = [
+                np.empty(leaf.shape, leaf.dtype) if place is None else place
                 for place, leaf in zip(begins, self._whole.leaves, strict=True)
             ]
-        else:
-            self._written = [place.view() for place in every]
-        self.out = jax.tree_util.tree_unflatten(self._whole.structure.treedef, self._written)
+        self._written = every
+        self._given = [array.view() for array in every]  # a source may set shape, dtype or flags of what it was given
+        self.out = jax.tree_util.tree_unflatten(self._whole.structure.treedef, self._given)
 
     @property
     def ended(self) -> bool:
@@ -137,9 +137,9 @@ class Offer:
     def _check_written(self) -> None:
         """Whether `out` is still what the source was given: what it has put in its place was not written."""
         leaves = jax.tree_util.tree_leaves(self.out)
-        if len(leaves) == len(self._written) and all(map(operator.is_, leaves, self._written)):
+        if len(leaves) == len(self._given) and all(map(operator.is_, leaves, self._given)):
             return
-        paths, own = self._whole.structure.paths, {id(leaf) for leaf in self._written}
+        paths, own = self._whole.structure.paths, {id(leaf) for leaf in self._given}
         others = [path for path, leaf in zip(paths, leaves, strict=False) if id(leaf) not in own]
         what = f", leaf {others[0]}" if others else ""
         raise ValueError(

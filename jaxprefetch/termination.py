@@ -4,19 +4,19 @@ Synopsis:
 
     with Termination(batches.close) as termination:
         while not termination.requested:
-            with termination.interrupting_waits(): batch = next(batches)
+            batch = termination.interrupting(lambda: next(batches))
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 logger = logging.getLogger("jaxprefetch")
 
 
@@ -46,14 +46,13 @@ class Termination:
     def __exit__(self, *error: object) -> None:
         self._put_back()
 
-    @contextlib.contextmanager
-    def interrupting_waits(self) -> Iterator[None]:
-        """The body waits for the source."""
+    def interrupting(self, wait: Callable[[], T]) -> T:
+        """What `wait` returns, which waits for the source."""
         self._waiting = True
         try:
             if self.requested:  # just before the line above, when nobody waited
                 self._end_wait()
-            yield
+            return wait()
         finally:
             self._waiting = False
 

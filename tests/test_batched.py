@@ -300,6 +300,16 @@ def test_samples_that_cannot_be_stacked(monkeypatch, case, host_size) -> None:
         assert sent.free()
 
 
+@pytest.mark.parametrize(
+    ("number", "kind", "told"),
+    [(1 << 63, ValueError, "its dtype is uint64, where sample 0 has int64"), (-1 << 70, TypeError, "int of dtype obj")],
+)
+def test_an_integer_beyond_64_bits(number, kind, told) -> None:
+    """Of Python's numbers, too, the one that is no int64 is named."""
+    with pytest.raises(kind, match=f"Batch 0, sample 2, leaf n: {told}"):
+        next(iter(batched([{"n": 1}, {"n": -1 << 63}, {"n": number}], 3)))
+
+
 def test_a_string_in_the_first_sample() -> None:
     """Leaves that no array has are refused where the batch is described, too; a bare sample has no leaf to name."""
     with (

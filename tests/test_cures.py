@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -142,6 +142,27 @@ def test_what_names_no_option_stays_as_it_is() -> None:
                 resident.take([0])
     assert caught.value is error
     assert error.args == (2, "else; no")
+
+
+@pytest.mark.parametrize("notes", [["mine"], ("mine",), "mine", None], ids=str)
+def test_notes_and_arguments_of_any_kind_stay_as_they_are(notes: Any) -> None:
+    """Where there is no option to name, an exception of the user's is not written to at all."""
+
+    class Odd(Exception):
+        args: ClassVar[Any] = {"code": 3}
+
+    class Fails:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            raise error
+
+    error = Odd()
+    error.__notes__ = notes
+    for call in (put, lambda batch: next(iter(jaxprefetch.batched([batch] * 2, 2)))):
+        with pytest.raises(Odd) as caught:
+            call({"x": Fails()})
+        assert caught.value is error
+        assert error.args == {"code": 3}
+        assert error.__notes__[:1] == ["mine"] if isinstance(notes, list) else error.__notes__ is notes
 
 
 def test_who_gave_a_bare_source_is_told_where_options_are_set() -> None:

@@ -9,7 +9,7 @@ import jax
 import pytest
 from gated import Counted, Loader, batch, number, numbers, refusing, up_to_error
 
-from jaxprefetch import prefetch_to_device
+from jaxprefetch import DeviceCache, batched, evaluate, prefetch_to_device, train_loop
 
 by_host_size = pytest.mark.parametrize("host_size", [0, 1, 4])
 by_size = pytest.mark.parametrize("size", [1, 2, 3])
@@ -53,6 +53,34 @@ def test_error_that_refuses_notes_arrives_as_it_is(host_size):
             with pytest.raises(Sealed, match="7") as caught:
                 next(batches)
             assert caught.value is error
+
+
+def trained(source):
+    train_loop(lambda state, batch: (state, {"loss": 0.0}), 0, source, num_steps=3, progress=False)
+
+
+def evaluated(source):
+    evaluate(lambda state, batch: batch["x"], 0, source)
+
+
+def cached(source):
+    with DeviceCache(len(batch(0)["x"]), batch(0)) as resident:
+        resident.refresh(source)
+        for _ in range(3):
+            resident.take([0])
+
+
+def stacked(source):
+    list(batched(source, 3))
+
+
+@pytest.mark.parametrize("call", [trained, evaluated, cached, stacked])
+def test_error_that_refuses_notes_arrives_through_any_call(call):
+    """The same through everything else that reads a source."""
+    error = Sealed(9)
+    with pytest.raises(Sealed, match="9") as caught:
+        call(breaks_after(1, error))
+    assert caught.value is error
 
 
 def test_put_error_that_refuses_notes_arrives_as_it_is(monkeypatch):

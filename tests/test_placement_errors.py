@@ -40,6 +40,16 @@ def test_a_mesh_is_no_sharding() -> None:
         prefetch_to_device([], sharding=named().mesh)
 
 
+@pytest.mark.parametrize("nothing", [None, {}, ()], ids=str)
+def test_what_has_no_leaves_is_not_told_to_be_missing(nothing: Any) -> None:
+    """A part of the batch without leaves is there, and fits any placement: only what is wrong is named."""
+    batch, prefix = {"x": nothing, "y": np.zeros(8)}, {"x": None, "y": None}
+    with prefetch_to_device([batch, batch | {"z": np.zeros(8)}], sharding=prefix) as batches:
+        assert next(batches)["x"] == nothing
+        with pytest.raises(ValueError, match=r"Batch 1: sharding .*: expected x, y, got x, y, z: z is too many"):
+            next(batches)
+
+
 @pytest.mark.parametrize(
     ("prefix", "told"),
     [

@@ -680,6 +680,31 @@ def test_a_leaf_that_is_replaced_is_not_sent() -> None:
         next(batches)
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["alone", "packed"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("shape", (16, 3)), ("dtype", np.int32), ("dtype", np.float16), ("strides", (0, 0, 4))], ids=str
+)
+@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
+def test_what_is_set_on_the_arrays_changes_nothing_that_is_sent(monkeypatch, name, value, packs) -> None:
+    """Their memory is sent as the source has described it, whatever it makes of the objects that it was given."""
+
+    class Setting(Reads):
+        def read_into(self, out: Any) -> int:
+            rows = super().read_into(out)
+            setattr(out["x"], name, value)
+            out["y"].flags.writeable = False
+            return rows
+
+    Sent(monkeypatch)
+    monkeypatch.setattr(packing, "FEWEST_LEAVES", 1)
+    monkeypatch.setattr(packing, "PLATFORMS", ("cpu",) if packs else ())
+    with prefetch_to_device(Setting(arrays(36), 8), last_batch="pad") as batches:
+        for out, raw in zip(batches, parts(arrays(36), 8), strict=True):
+            rows = len(raw["y"])
+            assert int(out["mask"].sum()) == rows
+            assert_same([{"x": out["x"][:rows], "y": out["y"][:rows]}], [raw])
+
+
 @pytest.mark.parametrize("rows", [True, np.True_])
 def test_a_truth_is_no_number_of_rows(rows) -> None:
     """True would be one row of those that were written."""

@@ -134,11 +134,15 @@ class Placement:
     def _difference(self, batch: Any) -> str:
         """In paths; leaves of the batch below one of the prefix count as that one."""
         own = _paths(self._given, _is_placement)
-        got = [next((p for p in own if f"{path}/".startswith(f"{p}/")), path) for path in _paths(batch)]
+        got = [next((p for p in own if f"{path}/".startswith(f"{p}/")), path) for path in _paths(batch, _is_empty)]
         return difference(own, list(dict.fromkeys(got)))
 
 
-def _paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+def _is_empty(tree: Any) -> bool:
+    return not jax.tree_util.tree_leaves(tree)
+
+
+def _paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[str]:
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "batch" for path, _ in paths]
 

@@ -31,6 +31,7 @@ CHUNK_BYTES = 4 << 20
 """What a thread stacks at once: one call, which holds the GIL between two rows for less than Python's loops do."""
 
 _NUMBERS = {kind: np.asarray(kind()).dtype for kind in (bool, int, float, complex)}
+_INTS = np.iinfo(_NUMBERS[int])
 
 
 def sample_spec(sample: Any, *, where: str) -> Any:
@@ -112,6 +113,8 @@ def _are_rows(column: Sequence[Any], array: np.ndarray) -> bool:
         return False
     if kind is np.ndarray or issubclass(kind, np.generic):
         return {leaf.shape for leaf in column} == {array.shape[1:]} and {leaf.dtype for leaf in column} == {array.dtype}
+    if kind is int and not (_INTS.min <= min(column) and max(column) <= _INTS.max):
+        return False
     return kind in _NUMBERS and array.ndim == 1 and array.dtype == _NUMBERS[kind]
 
 
