@@ -94,14 +94,15 @@ def difference(expected: Sequence[str], got: Sequence[str]) -> str:
     missing = [name for name in expected if name not in got]
     extra = [name for name in got if name not in expected]
     told = [
-        f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}"
+        f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}"
         for names, what in ((missing, "missing"), (extra, "too many"))
         if names
     ]
-    return f"expected {_some(expected)}, got {_some(got)}: {', '.join(told)}" if told else ""
+    return f"expected {some(expected)}, got {some(got)}: {', '.join(told)}" if told else ""
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
     return (", ".join(names[:10]) or "none") + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 

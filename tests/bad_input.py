@@ -221,6 +221,8 @@ queue.put({"x": object()})
     TypeError: Batch 0, leaf x: | object | cannot go to a device | Leave it out
 queue.put({"x": rows}) or queue.put({"x": rows[:8]})
     ValueError: Batch 1: leaf x | is float32[8] | was float32[24] | pad them, or make another queue
+queue.put(good) or queue.clear() or queue.put({"y": rows})
+    ValueError: Batch 0: | x is missing, y is too many | the first batch ever put into this queue | put only batches like it
 queue.put(good, timeout="1")
     TypeError: timeout: | got str '1' | expected seconds | =
 queue.put(good, timeout=-1)
