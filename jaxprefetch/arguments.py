@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxprefetch.errors import shown, typed
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
@@ -36,7 +38,7 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
         value = int(float(match[1]) * _UNITS[match[2].upper()])
     number = _index(value)
     if number is None or number < 1:
-        raise ValueError(f'{name}: expected bytes as a positive integer or text such as "2GiB", got {value!r}.')
+        raise ValueError(f'{name}: expected bytes as a positive integer or text such as "2GiB", got {shown(value)}.')
     return number
 
 
@@ -48,7 +50,7 @@ def integer(name: str, value: Any, least: int) -> int:
     """
     number = _index(value)
     if number is None or number < least:
-        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {shown(value)}.")
     return number
 
 
@@ -63,7 +65,7 @@ def check_keep_on_host(value: Any) -> None:
     if not isinstance(value, (Sequence, Set)) or not all(isinstance(path, str) for path in value):
         raise TypeError(
             "keep_on_host: expected None, a path (str), a sequence of paths or a function (path, leaf) -> bool, got "
-            f"{type(value).__name__} {value!r}."
+            f"{typed(value)}."
         )
 
 
@@ -75,7 +77,7 @@ def check_switch(name: str, value: Any, *, or_none: bool = False) -> None:
     """
     if not (isinstance(value, (bool, np.bool_)) or (or_none and value is None)):
         expected = "True, False or None" if or_none else "True or False"
-        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__} {value!r}.")
+        raise TypeError(f"{name}: expected {expected}, got {typed(value)}.")
 
 
 def check_function(name: str, value: Any, what: str) -> None:
@@ -85,7 +87,7 @@ def check_function(name: str, value: Any, what: str) -> None:
         TypeError: it cannot; `what` it should be is told.
     """
     if not callable(value):
-        raise TypeError(f"{name}: expected {what}, got {type(value).__name__} {value!r:.100}.")
+        raise TypeError(f"{name}: expected {what}, got {typed(value)}.")
 
 
 def check_takes(name: str, function: Any, what: str, arguments: int) -> None:
@@ -113,9 +115,7 @@ def check_key(name: str, value: Any) -> None:
     try:
         hash(value)
     except TypeError:
-        raise TypeError(
-            f"{name}: expected a key of a dict, such as 'mask', got {type(value).__name__} {value!r}."
-        ) from None
+        raise TypeError(f"{name}: expected a key of a dict, such as 'mask', got {typed(value)}.") from None
 
 
 def seconds(name: str, value: Any, *, least: float = 0.0) -> float:
@@ -126,9 +126,9 @@ def seconds(name: str, value: Any, *, least: float = 0.0) -> float:
         ValueError: it is less, or not a number.
     """
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name}: expected seconds, got {type(value).__name__} {value!r}.")
+        raise TypeError(f"{name}: expected seconds, got {typed(value)}.")
     if not float(value) >= least:
-        raise ValueError(f"{name}: expected at least {least:g} seconds, got {value!r}.")
+        raise ValueError(f"{name}: expected at least {least:g} seconds, got {shown(value)}.")
     return float(value)
 
 

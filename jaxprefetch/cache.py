@@ -286,7 +286,7 @@ class DeviceCache(Generic[T]):
         try:
             rows = refresh.due(self._takes)
             if rows is not None:
-                leaves, n = self._store.rows(rows, f"refresh, batch {self._refreshes}")
+                leaves, n = self._store.rows(rows, f"refresh, batch {refresh.number}")
                 self._store.write(leaves, n, self._store.oldest(n))
                 refresh.applied()
                 self._refreshes += 1

@@ -7,6 +7,7 @@ Synopsis:
     with WithoutOptions():       # for callers to whom `prefetch_to_device` and its options mean nothing
         ...
     difference(["x", "y"], ["x"])       # "expected x, y, got x: y is missing"
+    shown(2.5), typed(2.5)              # "2.5" and "float 2.5": one line each, not all of what is long
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ one without (`WithoutOptions`), the cure goes on with "; else ...": what all of 
 
 KEEP = f"{OPTION}keep_on_host=...) hands it on as it is; else leave it out."
 """The cure for a leaf that cannot go to a device."""
+
+MOST_SHOWN = 100
+"""Characters of the repr of what was got."""
 
 SAY_AFTER_SECONDS = 10.0
 """A wait without a timeout that has lasted so long is logged, once a wait."""
@@ -101,14 +105,27 @@ def difference(expected: Sequence[str], got: Sequence[str]) -> str:
     missing = [name for name in expected if name not in got]
     extra = [name for name in got if name not in expected]
     told = [
-        f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}"
+        f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}"
         for names, what in ((missing, "missing"), (extra, "too many"))
         if names
     ]
-    return f"expected {_some(expected)}, got {_some(got)}: {', '.join(told)}" if told else ""
+    return f"expected {some(expected)}, got {some(got)}: {', '.join(told)}" if told else ""
 
 
-def _some(names: Sequence[str]) -> str:
+def shown(value: Any) -> str:
+    """A value that was got: its repr, or, where that is long or of several lines, as `typed` has it."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN and "\n" not in text else typed(value)
+
+
+def typed(value: Any) -> str:
+    """The type of a value that was got, and the beginning of its repr, in one line."""
+    text = re.sub(r"\s*\n\s*", " ", repr(value))
+    return f"{type(value).__name__} {text[:MOST_SHOWN]}{' ...' if len(text) > MOST_SHOWN else ''}"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
     return (", ".join(names[:10]) or "none") + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 

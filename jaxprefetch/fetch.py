@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxprefetch.arguments import integer, parse_bytes
 from jaxprefetch.device.fetch import LocalPart, local_part, start, to_host
-from jaxprefetch.errors import add_note
+from jaxprefetch.errors import add_note, typed
 from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.leaves import is_key, leaf_paths
 from jaxprefetch.host.source import close_iterator
@@ -66,7 +66,7 @@ def fetch_to_host(outputs: Iterable[T], size: int = 4, *, max_bytes: int | str |
             "a single one goes into a list, [outputs]."
         )
     if isinstance(outputs, (str, bytes)) or not any(hasattr(outputs, name) for name in ("__iter__", "__getitem__")):
-        raise TypeError(f"outputs: expected an iterable of pytrees, got {kind} {outputs!r:.100}.")
+        raise TypeError(f"outputs: expected an iterable of pytrees, got {typed(outputs)}.")
     return HostFetcher(iter(outputs), size, most)
 
 

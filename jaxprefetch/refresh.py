@@ -15,13 +15,22 @@ one take earlier, on the same thread.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import jax
 
+from jaxprefetch.arguments import check_switch
+from jaxprefetch.device.window import Window
 from jaxprefetch.errors import WithoutOptions
-from jaxprefetch.prefetch import prefetch_to_device
+from jaxprefetch.host.memory import default_host_bytes
+from jaxprefetch.host.resume import ResumableSource
+from jaxprefetch.layout import StagingOptions
+from jaxprefetch.prefetcher import DevicePrefetcher
+from jaxprefetch.reading import Reading
+from jaxprefetch.shapes import Shapes
+from jaxprefetch.staging import stager
 from jaxprefetch.store import Store
 
 _NONE = object()
@@ -43,12 +52,16 @@ class Refresh:
         batches: rows of examples, on their devices.
         every_takes: how many takes there are from one to the next.
         deterministic: waits for rows that are due; else they come when they are there.
+
+    Attributes:
+        number: of the batch that is due next, counted from 0 as the source's own errors do.
     """
 
     def __init__(self, batches: Prefetcher, every_takes: int, deterministic: bool):
         self._batches = batches
         self._every = every_takes
         self._deterministic = deterministic
+        self.number = 0
         self._put: Any = _NONE  # rows on their way or landed, not applied
         self._is_due = False
         self._end: BaseException | None = None  # StopIteration, or what the source raised
@@ -81,7 +94,7 @@ class Refresh:
 
     def applied(self) -> None:
         """They have been written."""
-        self._put, self._is_due = _NONE, False
+        self._put, self._is_due, self.number = _NONE, False, self.number + 1
 
     def prepare(self) -> None:
         """Puts the next rows if they are staged."""
@@ -111,14 +124,16 @@ def refresh_of(
     Raises:
         TypeError, ValueError: an argument is not what it should be.
     """
-    with store.layout.context.entered():
-        batches = prefetch_to_device(
-            source,
-            1,  # what is due is put a take ahead by the refresh itself
-            sharding=store.spec.placement.sharding,
-            host_size=2,
-            fresh_buffers=fresh_buffers,
-        )
+    check_switch("fresh_buffers", fresh_buffers, or_none=True)
+    placement, host_bytes = store.spec.placement, default_host_bytes()
+    options, any_shape = StagingOptions(fresh_buffers=fresh_buffers), Shapes(None)  # the calls that write are our own
+    batches: DevicePrefetcher[Any] = DevicePrefetcher(
+        ResumableSource(source, None),
+        stager(placement, options, host_bytes, any_shape),
+        functools.partial(Window, 1),  # what is due is put a take ahead by the refresh itself
+        placement,
+        Reading(host_size=2, max_host_bytes=host_bytes),
+    )
     return Refresh(batches, every_takes, deterministic)
 
 

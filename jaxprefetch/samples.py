@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxprefetch.arguments import check_switch, integer
+from jaxprefetch.errors import typed
 from jaxprefetch.host.batches import Batches
 from jaxprefetch.host.source import writes_batches
 
@@ -46,22 +47,27 @@ def batched(samples: Iterable[Any], batch_size: int, *, drop_last: bool = False)
         An iterable, or an iterator if `samples` is one. Closing the prefetcher closes the iterator of `samples`.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be. Samples that cannot be stacked are an error in the
-            place of their batch, which names the sample and the leaf.
+        TypeError, ValueError: an argument is not what it should be. Samples that cannot be stacked, or have no
+            leaf, are an error in the place of their batch, which names the sample and the leaf.
 
     Blocking: never; `samples` is asked for nothing before the first batch is.
     """
     batch_size = integer("batch_size", batch_size, 1)
     check_switch("drop_last", drop_last)
-    if isinstance(samples, (Mapping, str, bytes)) or not (
+    if isinstance(samples, (Mapping, str, bytes, type)) or not (
         hasattr(samples, "__iter__") or hasattr(samples, "__getitem__")
     ):
-        what = f"{type(samples).__name__} {samples!r:.100}"
-        cure = (
-            " It writes whole batches (read_into): pass it to prefetch_to_device as it is."
-            if writes_batches(samples)
-            else ""
-        )
-        raise TypeError(f"samples: expected an iterable of samples, got {what}.{cure}")
+        raise TypeError(f"samples: expected an iterable of samples, got {typed(samples)}.{_cure(samples)}")
     made = Batched(samples, batch_size, bool(drop_last))
     return iter(made) if isinstance(samples, Iterator) else made
+
+
+def _cure(samples: Any) -> str:
+    if isinstance(samples, Mapping):
+        return (
+            " Zip columns to samples, such as ({'image': i, 'label': l} for i, l in zip(images, labels)), or yield "
+            "slices of them, which are batches, to prefetch_to_device."
+        )
+    if writes_batches(samples) and not isinstance(samples, type):
+        return " It writes whole batches (read_into): pass it to prefetch_to_device as it is."
+    return " Call it, and pass what it returns." if callable(samples) else ""

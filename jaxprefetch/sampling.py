@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprefetch.device.resident import Resident, key_shape
+from jaxprefetch.errors import shown
 
 T = TypeVar("T")
 Read = Callable[[Resident, int], list[jax.Array]]
@@ -148,5 +149,5 @@ def _key_data(key: Any) -> tuple[np.ndarray, Any]:
     except (TypeError, ValueError):
         data, implementation = None, None
     if data is None or data.shape != key_shape(implementation):
-        raise TypeError(f"key: expected one key, such as jax.random.key(0), got {key!r}.")
+        raise TypeError(f"key: expected one key, such as jax.random.key(0), got {shown(key)}.")
     return data.astype(jnp.uint32), implementation

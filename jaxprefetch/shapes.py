@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    shapes = Shapes(last_batch="error")
+    shapes = Shapes("error", batch_axis=0)
     shapes.compare(plan, number=0)
     shapes.first                             # the plan of the first batch
 """
@@ -19,22 +19,27 @@ logger = logging.getLogger("jaxprefetch")
 
 
 class Shapes:
-    """The plan of the first batch, and whether it was said that others differ. Written by the thread that stages."""
+    """The plan of the first batch, and whether it was said that others differ. Written by the thread that stages.
 
-    def __init__(self, last_batch: Mode):
-        self._last_batch: Mode = last_batch
-        self._said = False
+    Args:
+        last_batch: as for `prefetch_to_device`; None: no step is compiled for these batches, so that nothing is said.
+        batch_axis: the axis of rows.
+    """
+
+    def __init__(self, last_batch: Mode | None, batch_axis: int = 0):
+        self._last_batch, self._batch_axis = last_batch, batch_axis
+        self._said = last_batch is None
         self.first: Plan | None = None
 
     def compare(self, plan: Plan, number: int) -> None:
         """Warns of the first batch that differs."""
         if self.first is None:
             self.first = plan
-        if plan is self.first or self._said or (difference := plan.difference(self.first)) is None:
+        if plan is self.first or self._said or not (difference := plan.difference(self.first)):
             return
         self._said = True
         hint = ""
-        if self._last_batch == "error":
+        if self._last_batch == "error" and _rows_differ(plan, self.first, self._batch_axis):
             hint = f" Give them one shape; {OPTION}last_batch='pad') does so for a short last one, 'drop' omits it."
         logger.warning(
             "jaxprefetch: batch %d has other shapes, dtypes or keys than batch 0, and a step is compiled anew for each "
@@ -69,8 +74,20 @@ class Alike(Shapes):
                 f"have to fit, {2 * plan.most:,}; max_bytes is {self._max_bytes:,}. Raise it, or put smaller batches."
             )
         self.first = self._first.setdefault("plan", plan)
-        if (difference := plan.difference(self.first)) is not None:
+        if difference := plan.difference(self.first):
+            cure = "pad them" if _rows_differ(plan, self.first, self._batch_axis) else "put only batches like it"
             raise ValueError(
-                f"Batch {number}: {difference}, against the first batch of this queue. All of them have the same "
-                "structure, shapes and dtypes, for which a step is compiled once: pad them, or make another queue."
+                f"Batch {number}: {difference}, against the first batch ever put into this queue. All have "
+                f"the same structure, shapes and dtypes, for which a step is compiled once: {cure}, or make another "
+                "queue."
             )
+
+
+def _rows_differ(plan: Plan, first: Plan, axis: int) -> bool:
+    """Whether the leaves are the same but for their rows, which padding mends."""
+    now, before = ([leaf for leaf in each.leaves if leaf.target is not None] for each in (plan, first))
+    others = [
+        [(leaf.path, leaf.dtype, leaf.shape[:axis], leaf.shape[axis + 1 :]) for leaf in leaves]
+        for leaves in (now, before)
+    ]
+    return others[0] == others[1] and [leaf.shape for leaf in now] != [leaf.shape for leaf in before]

@@ -84,7 +84,7 @@ class Stager:
         self._structures: Recent[Any, Structure] = Recent()  # by treedef
         self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
         self._described: Described | None = None  # what a source has described last
-        self._shapes = shapes or Shapes(options.last_batch)
+        self._shapes = shapes or Shapes(options.last_batch, options.batch_axis)
         self._fillers = Fillers() if options.pads_past_end else None
 
     @property

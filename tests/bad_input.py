@@ -92,7 +92,11 @@ batched(source, 0)
 batched(source, 4, drop_last="yes")
     TypeError: drop_last: | got str 'yes' | True or False | =
 batched({"x": 1}, 4)
-    TypeError: samples: | got dict | an iterable of samples | =
+    TypeError: samples: | got dict {'x': 1} | an iterable of samples | Zip columns to samples
+batched(lambda: [good], 4)
+    TypeError: samples: | got function | an iterable of samples | Call it, and pass what it returns
+batched(4, [good] * 9)
+    ValueError: batch_size: | got list [{'x': array([ | an integer of at least 1 | =
 batched(Reader(spec), 4)
     TypeError: samples: | got Reader | an iterable of samples | pass it to prefetch_to_device as it is
 fetch_to_host(7)
@@ -178,12 +182,16 @@ first(good, keep_on_host="z")
     ValueError: Batch 0: | names 'z' | Leaves: x | no leaf is called so
 first(good, max_bytes=8)
     ValueError: Batch 0 | needs 96 bytes | max_bytes is 8 | raise max_bytes
+first(good, max_bytes=99, on_device=lambda batch: [batch["x"]] * 2)
+    ValueError: Batch 0 | needs 288 bytes | (192 of them are for what on_device makes) | raise max_bytes
 first(good, on_device=lambda batch: None)
     TypeError: batch 0 | on_device: returned None | expected the batch that the loop gets | Let it return that
 first(good, sharding={"y": None})
     ValueError: Batch 0: sharding is not a prefix: | got x: y is missing, x is too many | expected y | Yield the keys
 first(good, sharding=jax.devices())
-    ValueError: Batch 0: sharding is not a prefix: | got x | expected 0, 1, 2 | NamedSharding(mesh, PartitionSpec(
+    ValueError: Batch 0: | got x | expected 0, 1, 2 | several devices need NamedSharding(mesh, PartitionSpec('data'))
+first((rows, rows), sharding=[split, split])
+    ValueError: Batch 0: sharding is not a prefix: | it is a list | the batch a tuple | Pass a tuple
 first(good, mask_key=3, last_batch="pad")
     ValueError: Batch 0: | adds the mask as 3 | sorted among the batch's keys 'x' | Pass a mask_key of their type
 source_of([good])
@@ -203,7 +211,11 @@ writes({"x": (24,)}, 24)
 writes({"x": jax.ShapeDtypeStruct((), np.float32)}, 1)
     ValueError: Batch 0: element_spec | no leaf with an axis of rows | Describe whole batches | =
 stacks([{"a": rows}, {"b": rows}])
-    ValueError: Batch 0, sample 1: | 'b' | 'a' | Give all samples of a batch the same keys
+    ValueError: Batch 0, sample 1: | got b: a is missing, b is too many | expected a | Give all samples of a batch the
+stacks([{"a": rows}, {"a": None}])
+    ValueError: Batch 0, sample 1: | got none: a is missing | expected a | None, which counts as missing, at a
+stacks([{}, {}])
+    ValueError: Batch 0, sample 0: | it has no leaf | Yield samples of arrays or numbers | =
 stacks([{"a": rows}, {"a": rows[:3]}])
     ValueError: Batch 0, sample 1, leaf a: | shape is (3,) | sample 0 has (24,) | crop or pad them
 stacks([{"a": rows}, {"a": rows.astype(np.int8)}])
@@ -221,6 +233,8 @@ queue.put({"x": object()})
     TypeError: Batch 0, leaf x: | object | cannot go to a device | Leave it out
 queue.put({"x": rows}) or queue.put({"x": rows[:8]})
     ValueError: Batch 1: leaf x | is float32[8] | was float32[24] | pad them, or make another queue
+queue.put(good) or queue.clear() or queue.put({"y": rows})
+    ValueError: Batch 0: | x is missing, y is too many | the first batch ever put | put only batches like it
 queue.put(good, timeout="1")
     TypeError: timeout: | got str '1' | expected seconds | =
 queue.put(good, timeout=-1)

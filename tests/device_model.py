@@ -287,7 +287,7 @@ class Model:
             if action.do is Do.END:
                 return None
             if action.do is Do.NO_ROOM:
-                raise NoRoom(f"batch {action.batch}: (needed, charged) = {self.window.shortage()}")
+                raise NoRoom(f"batch {action.batch}: (needed, charged, by the hand-out) = {self.window.shortage()}")
             if action.do is Do.HAND_OUT:
                 return self._hand_out()
             getattr(self, f"_{action.do.name.lower()}")(action.batch)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import inspect
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from assembling import Sent
 from gated import wait
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxprefetch import batched, prefetch_to_device
+from jaxprefetch import DeviceCache, DeviceQueue, batched, prefetch_to_device
 from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.stacking import stack
 
@@ -115,6 +117,36 @@ def test_samples_are_checked(wrong) -> None:
     """What does not give samples when it is iterated is refused at once."""
     with pytest.raises(TypeError, match="samples: expected an iterable of samples, got"):
         batched(wrong, 4)
+
+
+@pytest.mark.parametrize("wrong", [lambda: 1, list])
+def test_what_makes_samples_has_to_be_called(wrong) -> None:
+    """A function or a class is refused with that cure."""
+    with pytest.raises(TypeError, match=r"samples: .* Call it, and pass what it returns\.$"):
+        batched(wrong, 4)
+
+
+def test_what_was_got_is_told_in_one_line() -> None:
+    """Arrays, and arguments that were swapped, are shortened to their type and how they begin."""
+    images = np.zeros((50, 50))
+    for call, told in (
+        (
+            lambda: batched(4, [{"x": images}] * 30),
+            r"batch_size: .* got list \[{'x': array\(\[\[0\., 0\., .* \.\.\.\.$",
+        ),
+        (lambda: DeviceCache({"x": images}, 64), r"capacity: .* got dict {'x': array\(\[\[0\., 0\., .* \.\.\.\.$"),
+        (
+            lambda: batched({"image": images}, 4),
+            r"got dict {'image': array\(\[\[0\., .* Zip columns to samples, .* slices",
+        ),
+        (
+            lambda: batched([], np.zeros((2, 2))),
+            r"batch_size: .* got ndarray array\(\[\[0\., 0\.\], \[0\., 0\.\]\]\)\.$",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=told) as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 # ---- prefetched
@@ -254,7 +286,17 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "key": (
         {"image": np.zeros((2, 3), np.float32)},
         ValueError,
-        r"Batch 1, sample 2: its structure is PyTreeDef\({'image': \*}\), where sample 0 has .* same keys",
+        "Batch 1, sample 2: expected image, label, got image: label is missing. Give all samples of a batch the",
+    ),
+    "None": (
+        {"image": np.zeros((2, 3), np.float32), "label": None},
+        ValueError,
+        "expected image, label, got image: label is missing; sample 2 has None, which counts as missing, at label",
+    ),
+    "list": (
+        [np.zeros((2, 3), np.float32), np.int32(0)],
+        ValueError,
+        "Batch 1, sample 2: expected image, label, got 0, 1: image, label are missing, 0, 1 are too many. Give",
     ),
     "string": (
         {"image": np.zeros((2, 3), np.float32), "label": "cat"},
@@ -308,6 +350,54 @@ def test_an_integer_beyond_64_bits(number, kind, told) -> None:
     """Of Python's numbers, too, the one that is no int64 is named."""
     with pytest.raises(kind, match=f"Batch 0, sample 2, leaf n: {told}"):
         next(iter(batched([{"n": 1}, {"n": -1 << 63}, {"n": number}], 3)))
+
+
+@pytest.mark.parametrize(
+    ("samples", "told"),
+    [
+        (
+            [{"x": 1, "y": None, "z": None}, {"x": 1, "y": 2, "z": None}],
+            "y is too many; sample 0 has None, .*, at y. Giv",
+        ),
+        ([[1], (1,)], r"its structure is PyTreeDef\(\(\*,\)\), where sample 0 has PyTreeDef\(\[\*\]\). Give"),
+    ],
+)
+def test_samples_whose_structures_differ(samples, told) -> None:
+    """None is told where one of the two has it, and structures where the names are the same."""
+    with pytest.raises(ValueError, match=f"^Batch 0, sample 1: .*{told}"):
+        next(iter(batched(samples, 2)))
+
+
+@pytest.mark.parametrize("nothing", [{}, {"label": None}, None, ()])
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_samples_without_a_leaf(nothing, prefetched) -> None:
+    """They are told as such: nobody has described batches."""
+    source = batched([nothing] * 4, 2)
+    with contextlib.closing(prefetch_to_device(source)) if prefetched else contextlib.nullcontext(iter(source)) as it:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^Batch 0, sample 0: it has no leaf \(None counts as none\)\. Yield"):
+                next(it)
+
+
+@dataclasses.dataclass
+class Unregistered:
+    """No node for JAX."""
+
+    x: np.ndarray
+
+
+def test_a_dataclass_that_jax_does_not_know() -> None:
+    """As a sample or a batch it is a leaf that has no place on a device; the error says how it becomes a tree."""
+    cure = r"A dataclass becomes a tree of its fields by jax\.tree_util\.register_dataclass\(Unregistered\)\. "
+    sample = Unregistered(np.zeros(3))
+    with pytest.raises(TypeError, match=f"^Batch 0, sample 0: Unregistered cannot be stacked .*{cure}Leave it out"):
+        next(iter(batched([sample] * 2, 2)))
+    with prefetch_to_device([sample]) as batches:
+        told = f"^Batch 0, leaf batch: Unregistered cannot go to a device. {cure}prefetch_to_device"
+        with pytest.raises(TypeError, match=told):
+            next(batches)
+    with pytest.raises(TypeError, match=f"cannot go to a device. {cure}Leave it out"):
+        DeviceQueue(2).put(sample)
 
 
 def test_a_string_in_the_first_sample() -> None:

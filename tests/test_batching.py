@@ -312,6 +312,24 @@ def test_changing_shapes_are_said_once(last_batch: Any, counts: Any, first: int 
     assert first is None or said[0].startswith(f"jaxprefetch: batch {first} has other shapes")
 
 
+@pytest.mark.parametrize(
+    ("other", "told", "pads"),
+    [
+        ({"x": (4, 2), "y": (4,)}, "(leaf x was float32[8, 2] and is float32[4, 2], leaf y was float32[8]", True),
+        ({"x": (8, 2)}, "(expected x, y, got x: y is missing).", False),
+        ({"x": (4, 2)}, "(expected x, y, got x: y is missing; leaf x was float32[8, 2]", False),
+        ({"x": (8, 3), "y": (8,)}, "(leaf x was float32[8, 2] and is float32[8, 3]).", False),
+    ],
+)
+def test_padding_is_advised_where_rows_alone_differ(other: Any, told: str, pads: bool, caplog: Any) -> None:
+    """Missing keys, and axes other than that of the rows, no `last_batch` mends."""
+    shapes = [{"x": (8, 2), "y": (8,)}, other]
+    take([{name: np.zeros(shape, np.float32) for name, shape in batch.items()} for batch in shapes])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert told in said
+    assert ("last_batch='pad'" in said) == pads
+
+
 def test_other_dtypes_with_the_same_result_are_not_said(caplog: Any) -> None:
     """What arrives in the same shape and dtype needs no new compilation, so nothing is said."""
     assert len({out.dtype for out in take([np.zeros(4, dtype) for dtype in ("i8", "i4", ">i4")])}) == 1

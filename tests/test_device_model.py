@@ -271,7 +271,7 @@ def test_the_least_that_must_fit_is_enough(delete_used: bool):
     least = 10 if delete_used else 20
     times, options = constant(0.5, 0.4, 20), {"delete_used": delete_used, "sizes": [10] * 20}
     assert run(times, max_bytes=least, **options).peak_bytes == least
-    with pytest.raises(NoRoom, match=r"batch \d: \(needed, charged\) = \(10, \d+\)"):
+    with pytest.raises(NoRoom, match=r"batch \d: \(needed, charged, by the hand-out\) = \(10, \d+, 0\)"):
         run(times, max_bytes=least - 1, **options)
 
 

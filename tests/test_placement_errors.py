@@ -72,6 +72,43 @@ def test_a_prefix_that_does_not_match_is_an_error(prefix: Any, told: str) -> Non
         next(batches)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "batch", "told"),
+    [
+        (
+            [None, None],
+            (1, 2),
+            r": sharding is .*: it is a list, the batch a tuple\. Pass a tuple, or pass one .* for se",
+        ),
+        ((None, None), [1, 2], ": sharding is .*: it is a tuple, the batch a list. Pass a list, or pass one"),
+        (
+            {"x": [None]},
+            {"x": (1,)},
+            r": .* PyTreeDef\({'x': \[\*\]}\) of .*\(\*,\)}\)\. Pass the batch's own structure, or pass",
+        ),
+        (
+            jax.devices(),
+            {"x": 1},
+            r": several devices need NamedSharding\(.*; as it is, .* got x: .* for all leaves\.$",
+        ),
+        (
+            tuple(jax.devices()[:2]),
+            [1, 2],
+            ": several devices need .*; as it is, .* is a tuple, the batch a list. Pass",
+        ),
+        (
+            {},
+            {"x": 1},
+            ": sharding is not .* x is too many. Yield the keys that it has, or pass one .* for several dev",
+        ),
+    ],
+)
+def test_what_is_told_of_a_prefix_is_what_is_wrong_with_it(prefix: Any, batch: Any, told: str) -> None:
+    """A list for a tuple is no matter of keys; a list of devices is meant to be split over."""
+    with prefetch_to_device([batch], sharding=prefix) as batches, pytest.raises(ValueError, match=f"^Batch 0{told}"):
+        next(batches)
+
+
 @pytest.mark.parametrize("inner", [None, "placement"])
 def test_a_prefix_covers_subtrees_and_none(inner: str | None) -> None:
     """One entry of a prefix serves a whole subtree of the batch, also where the batch has None leaves."""

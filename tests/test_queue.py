@@ -303,11 +303,15 @@ def test_a_closed_queue_stays_closed_when_it_is_cleared() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
-        ({"y": np.ones(4, np.float32)}, ValueError, "Batch 1: leaf y is new, against the first batch of this queue"),
-        ({"x": np.ones(4, np.float32), "y": 1}, ValueError, "Batch 1: leaf y is new"),
-        ({}, ValueError, "leaf x is missing"),
-        ({"x": np.ones(8, np.float32)}, ValueError, r"Batch 1: leaf x was float32\[4\] and is float32\[8\]"),
-        ({"x": np.ones(4, np.int32)}, ValueError, r"Batch 1: leaf x was float32\[4\] and is int32\[4\]"),
+        ({"y": np.ones(4, np.float32)}, ValueError, "Batch 1: expected x, got y: x is missing, y is too many, against"),
+        ({"x": np.ones(4, np.float32), "y": 1}, ValueError, "Batch 1: expected x, got x, y: y is too many"),
+        (
+            {},
+            ValueError,
+            "Batch 1: expected x, got none: x is missing, against .* once: put only batches like it, or make",
+        ),
+        ({"x": np.ones(8, np.float32)}, ValueError, r"leaf x was float32\[4\] and is float32\[8\], .* once: pad them"),
+        ({"x": np.ones(4, np.int32)}, ValueError, r"leaf x was float32\[4\] and is int32\[4\], .* put only"),
         ({"x": np.ones(3, np.float32)}, ValueError, "leaf x: axis 0 has 3 rows; the 4 devices along mesh axis 'data'"),
         ({"x": "text"}, TypeError, "leaf x: str cannot go to a device"),
     ],
@@ -320,6 +324,19 @@ def test_a_batch_that_does_not_belong_changes_nothing(wrong: Any, error: type[Ex
             queue.put(wrong)
     assert len(queue) == 1
     assert rest(filled(queue, 1, 2)) == [0, 1, 2]
+
+
+def test_after_clear_batches_are_still_compared_with_the_first_one_ever_put() -> None:
+    """Numbers begin anew, so the error does not compare batch 0 with itself; it names every leaf that differs."""
+    queue = DeviceQueue(2)
+    queue.put({"x": np.ones(4, np.float32), "y": np.ones(4, np.float32), "z": 1})
+    queue.clear()
+    told = (
+        r"^Batch 0: expected x, y, z, got x, y: z is missing; leaf x was float32\[4\] and is float32\[2\], "
+        r"leaf y was float32\[4\] and is int32\[4\], against the first batch ever put into this queue\. .* put only"
+    )
+    with pytest.raises(ValueError, match=told):
+        queue.put({"x": np.ones(2, np.float32), "y": np.ones(4, np.int32)})
 
 
 def test_the_first_batch_may_be_refused() -> None:

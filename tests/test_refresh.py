@@ -237,6 +237,27 @@ def test_rows_that_do_not_belong_are_an_error(wrong: Any, text: str) -> None:
         assert taken(cache) == ALL
 
 
+def test_errors_count_the_batches_of_each_source() -> None:
+    """From 0, however many batches earlier sources have replaced."""
+    with cache_of() as cache:
+        cache.refresh([rows(0)] * 3)
+        for _ in range(4):
+            cache.take([0])
+        cache.refresh([rows(1), {"x": np.ones(4, np.int32)}])
+        cache.take([0])
+        with pytest.raises(ValueError, match="refresh, batch 1, leaf x: expected float32, got int32"):
+            cache.take([0])
+        assert cache.refreshes == 4
+
+
+def test_rows_of_any_number_are_no_warning(caplog: Any) -> None:
+    """No step of the loop's sees them: nothing is said of shapes, which may change from batch to batch."""
+    with cache_of() as cache:
+        cache.refresh([rows(0), rows(1, 2), rows(2, 8)])
+        assert [taken(cache)[0] for _ in range(4)] == [0, 100, 100, 102]
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("place", "where", "cure"),
     [

@@ -332,7 +332,7 @@ def test_a_needed_batch_that_can_never_fit_is_an_error():
     take(window)
     settle(window)
     assert window.decide() == (Do.NO_ROOM, 1)
-    assert window.shortage() == (10, 10)
+    assert window.shortage() == (10, 10, 0)
 
 
 def test_a_first_batch_above_the_limit_is_an_error():
@@ -341,7 +341,7 @@ def test_a_first_batch_above_the_limit_is_an_error():
     window.stage({"gpu:0": 10, "gpu:1": 20})
     window.call()
     assert window.decide() == (Do.NO_ROOM, 0)
-    assert window.shortage() == (20, 0)
+    assert window.shortage() == (20, 0, 0)
 
 
 # ---- decide: batch k has been issued
@@ -584,7 +584,7 @@ def test_outputs_that_never_fit_are_an_error_with_their_figures():
     making(window, 1)
     window.call()
     assert window.decide() == (Do.NO_ROOM, 0)
-    assert window.shortage() == (20, 0)
+    assert window.shortage() == (20, 0, 10)
 
 
 def test_a_hand_out_waits_for_room_that_only_a_wait_keeps():

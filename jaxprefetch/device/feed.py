@@ -100,7 +100,7 @@ class Feed:
                 seen = self.times.source_ns == waited_for_source
                 self._await_staged(number, time.perf_counter() - started, step_seen=seen)
             else:
-                self._fail(no_room(window, number - self.first))
+                self._fail(no_room(window, number - self.first, on_device=self.handout.on_device is not None))
         raise StopIteration
 
     @property
@@ -196,7 +196,7 @@ class Feed:
         """Out of memory: once more when the batch is needed. Anything else ends the pass at this batch."""
         if is_out_of_memory(error) and not self.window.refused:
             return self.window.refuse()
-        add_note(error, refusal(self.window, number - self.first, error))
+        add_note(error, refusal(self.window, number - self.first, error, on_device=self.handout.on_device is not None))
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

@@ -91,11 +91,15 @@ class Flight:
             most = max(most, on_fullest(costs))
         return most
 
-    def shortage(self, batch: InFlight) -> tuple[int, int]:
-        """(bytes that a batch needs, bytes charged) on the device where they are most together."""
+    def shortage(self, batch: InFlight) -> tuple[int, int, int]:
+        """(bytes that a batch needs, bytes charged, those of the first that its hand-out adds).
+
+        On the device where the first two are most together.
+        """
         held = together(_charges(self.batches.values()))
         need = together([batch.cost, batch.out])
-        return max(((n, held.get(device, 0)) for device, n in need.items()), key=sum, default=(0, 0))
+        figures = ((n, held.get(device, 0), batch.out.get(device, 0)) for device, n in need.items())
+        return max(figures, key=lambda each: each[0] + each[1], default=(0, 0, 0))
 
     def most_with_out(self, number: int) -> int:
         """Bytes on the fullest device once this batch is handed out, and the one before is still there."""

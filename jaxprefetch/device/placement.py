@@ -18,7 +18,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxprefetch.device.context import Context, Device, default_device
-from jaxprefetch.errors import difference
+from jaxprefetch.errors import difference, typed
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,25 @@ class Placement:
         try:
             subtrees = self._prefix.flatten_up_to(batch)
         except (ValueError, TypeError, KeyError):
-            structure = jax.tree_util.tree_structure(batch)
-            raise ValueError(
-                f"{where}: sharding is not a prefix: {self._difference(batch) or f'{self._prefix} of {structure}'}. "
-                "Yield the keys that it has, or pass one sharding for all leaves; for several devices "
-                "NamedSharding(mesh, PartitionSpec('data'))."
-            ) from None
+            raise ValueError(f"{where}: {self._mismatch(batch)}") from None
         counts = [jax.tree_util.tree_structure(subtree).num_leaves for subtree in subtrees]
         return [target for target, n in zip(self._targets, counts, strict=True) for _ in range(n)]
+
+    def _mismatch(self, batch: Any) -> str:
+        """What is said where the argument is no prefix of the batch."""
+        given, named = self._given, "NamedSharding(mesh, PartitionSpec('data'))"
+        listed = isinstance(given, (list, tuple))
+        first, last = "", f"; for several devices {named}"
+        if listed and len(given) > 1 and all(isinstance(device, jax.Device) for device in given):
+            first, last = f"several devices need {named}; as it is, ", ""
+        told, cure = self._difference(batch), "Yield the keys that it has"
+        if listed and isinstance(batch, (list, tuple)) and type(given) is not type(batch):
+            kind = type(batch).__name__
+            told, cure = f"it is a {type(given).__name__}, the batch a {kind}", f"Pass a {kind}"
+        elif not told:
+            told = f"{self._prefix} of {jax.tree_util.tree_structure(batch)}"
+            cure = "Pass the batch's own structure"
+        return f"{first}sharding is not a prefix: {told}. {cure}, or pass one sharding for all leaves{last}."
 
     def _difference(self, batch: Any) -> str:
         """In paths; leaves of the batch below one of the prefix count as that one."""
@@ -181,8 +192,7 @@ def _resolve(leaf: Any) -> Target:
         axes = leaf.axis_names or ("data",)
         cure = f' To split axis 0 over it pass NamedSharding(mesh, PartitionSpec("{axes[0]}")).'
     raise TypeError(
-        f"sharding: expected None, a Device, a Sharding, a PartitionSpec or a pytree of these, "
-        f"got {type(leaf).__name__} {leaf!r}.{cure}"
+        f"sharding: expected None, a Device, a Sharding, a PartitionSpec or a pytree of these, got {typed(leaf)}.{cure}"
     )
 
 

@@ -28,7 +28,7 @@ from jaxprefetch.device.packing import Packing, find_packing
 from jaxprefetch.device.placement import Target, local_devices
 from jaxprefetch.device.shards import ShardRows, scatters
 from jaxprefetch.device.transfer import Transfer
-from jaxprefetch.errors import KEEP, OPTION, add_note, deleted
+from jaxprefetch.errors import KEEP, OPTION, add_note, deleted, difference, some
 
 HOST_ALIGNMENT = 64
 """Bytes between the starts of leaves in host memory."""
@@ -127,20 +127,20 @@ class Plan:
             )
             raise
 
-    def difference(self, other: Plan) -> str | None:
-        """What a compiled step would see as new, against batches of the other plan; None where that is nothing.
+    def difference(self, other: Plan) -> str:
+        """What a compiled step would see as new, against batches of the other plan; "" where that is nothing.
 
         Leaves that stay on the host are no concern of a step.
         """
         now = {leaf.path: leaf.spec for leaf in self.leaves if leaf.target is not None}
         before = {leaf.path: leaf.spec for leaf in other.leaves if leaf.target is not None}
-        for path, spec in now.items():
-            if path not in before:
-                return f"leaf {path} is new"
-            if spec != before[path]:
-                return f"leaf {path} was {_short(before[path])} and is {_short(spec)}"
-        missing = before.keys() - now.keys()
-        return f"leaf {min(missing)} is missing" if missing else None
+        changed = [
+            f"leaf {path} was {_short(before[path])} and is {_short(spec)}"
+            for path, spec in now.items()
+            if spec != before.get(path, spec)
+        ]
+        told = [difference(list(before), list(now))] if now.keys() != before.keys() else []
+        return "; ".join([*told, some(changed)] if changed else told)
 
     def put(self, leaves: Sequence[Any]) -> list[Any]:
         """Puts one batch: a list of parcels as arrays, with the leaves that stay on the host as they are.

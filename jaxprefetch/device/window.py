@@ -122,8 +122,8 @@ class Window:
         """Bytes of a batch in flight, by device."""
         return self._flight.batches[number].cost
 
-    def shortage(self) -> tuple[int, int]:
-        """(bytes that the next staged batch needs, bytes charged) on the device where they are most together."""
+    def shortage(self) -> tuple[int, int, int]:
+        """(bytes that the next staged batch needs, bytes charged, those that its hand-out adds); see `Flight`."""
         return self._flight.shortage(self._staged[self.issued])
 
     # ---- facts

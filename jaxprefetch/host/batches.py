@@ -64,6 +64,7 @@ class Batches:
         Raises:
             StopIteration: there is none.
             TypeError: a leaf of the sample has no place in an array.
+            ValueError: the sample has no leaf.
         """
         self._pull(1)
         if not self._samples:
@@ -101,7 +102,12 @@ class Batches:
 
     @WithoutOptions()
     def _spec(self, rows: int) -> Any:
-        spec = sample_spec(self._samples[0], where=f"Batch {self._number}")
+        where = f"Batch {self._number}"
+        spec = sample_spec(self._samples[0], where=where)
+        if not jax.tree_util.tree_leaves(spec):
+            raise ValueError(
+                f"{where}, sample 0: it has no leaf (None counts as none). Yield samples of arrays or numbers."
+            )
         return jax.tree_util.tree_map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), spec)
 
     def _pull(self, n: int) -> None:

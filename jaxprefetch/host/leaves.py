@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -133,7 +134,14 @@ def _refuse_masked(leaf: Any, where: str) -> Any:
 
 
 def _refuse(leaf: Any, where: str) -> Any:
-    raise TypeError(f"{where}: {type(leaf).__name__} cannot go to a device. {KEEP}")
+    raise TypeError(f"{where}: {type(leaf).__name__} cannot go to a device. {cure_of_class(leaf)}{KEEP}")
+
+
+def cure_of_class(leaf: Any) -> str:
+    """What makes a tree of a dataclass that JAX takes for a leaf; "" for others."""
+    if isinstance(leaf, type) or not dataclasses.is_dataclass(leaf):
+        return ""
+    return f"A dataclass becomes a tree of its fields by jax.tree_util.register_dataclass({type(leaf).__name__}). "
 
 
 def check_range(leaf: Any, dtype: np.dtype, where: str) -> None:

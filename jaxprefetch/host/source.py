@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Protocol
 
+from jaxprefetch.errors import typed
 from jaxprefetch.host import forks
 from jaxprefetch.host.loaders import worker_shutdown
 
@@ -79,9 +80,8 @@ class Source:
             )
         ways = ("__iter__", "__next__", "__getitem__", "read_into")
         if isinstance(source, type) or not any(hasattr(source, name) for name in ways):
-            what = f"{type(source).__name__} {source!r:.100}"
             cure = " Call it, and pass what it returns." if callable(source) else ""
-            raise TypeError(f"source: expected an iterable of batches, got {what}.{cure}")
+            raise TypeError(f"source: expected an iterable of batches, got {typed(source)}.{cure}")
         is_iterator = hasattr(source, "__next__") or (writes_batches(source) and not hasattr(source, "__iter__"))
         if is_iterator:
             check_describes(source)

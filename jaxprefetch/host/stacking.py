@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxprefetch.errors import difference, some
 from jaxprefetch.host.copying import PARALLEL_BYTES, Copier
-from jaxprefetch.host.leaves import as_host, fetch, is_closed, is_number, leaf_paths, plain
+from jaxprefetch.host.leaves import as_host, cure_of_class, fetch, is_closed, is_number, leaf_paths, plain
 
 SHARED_BYTES = 16 << 10
 """Leaves of samples that are smaller are copied on the calling thread: others would wait for the interpreter."""
@@ -122,10 +123,18 @@ def _check_structures(samples: Sequence[Any], where: str) -> None:
     first = jax.tree_util.tree_structure(samples[0])
     for i, sample in enumerate(samples):
         if (structure := jax.tree_util.tree_structure(sample)) != first:
+            told = difference(leaf_paths(samples[0]), leaf_paths(sample))
+            told = told or f"its structure is {structure}, where sample 0 has {first}"
             raise ValueError(
-                f"{where}, sample {i}: its structure is {structure}, where sample 0 has {first}. "
+                f"{where}, sample {i}: {told}{_none_in(0, samples[0], sample)}{_none_in(i, sample, samples[0])}. "
                 "Give all samples of a batch the same keys, or leave out what only some have."
             )
+
+
+def _none_in(i: int, sample: Any, other: Any) -> str:
+    """Tells of what is None in this sample only: JAX has no leaf there."""
+    here, there = ({*leaf_paths(each, with_none=True)} - {*leaf_paths(each)} for each in (sample, other))
+    return f"; sample {i} has None, which counts as missing, at {some(sorted(here - there))}" if here - there else ""
 
 
 def _checked(leaf: Any, shape: tuple[int, ...], dtype: np.dtype, where: str) -> np.ndarray:
@@ -152,8 +161,9 @@ def _as_array(leaf: Any, where: str) -> np.ndarray:
             return array
         what += f" of dtype {array.dtype}"
     raise TypeError(
-        f"{where}: {what} cannot be stacked to an array of numbers. Leave it out of the samples, or yield numbers in "
-        "its place: tokens or bytes of one length, or an index into a table."
+        f"{where}: {what} cannot be stacked to an array of numbers. {cure_of_class(leaf)}"
+        "Leave it out of the samples, or yield numbers in its place: tokens or bytes of one length, or an index into a "
+        "table."
     )
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxprefetch.errors import typed
+
 TAG = "__jaxprefetch__"
 MOST = (1 << 63) - 1
 """A count that is larger is none."""
@@ -151,7 +153,7 @@ def _count(value: Any, what: str) -> int:
         number = -1
     if not 0 <= number <= MOST:
         raise ValueError(
-            f"{what}: expected an integer from 0 to {MOST}, got {type(value).__name__} {value!r:.100}. The state is "
+            f"{what}: expected an integer from 0 to {MOST}, got {typed(value)}. The state is "
             "damaged: take an earlier one, or begin anew without it."
         )
     return number
