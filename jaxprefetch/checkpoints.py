@@ -13,7 +13,6 @@ Synopsis:
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -29,6 +28,7 @@ from jaxprefetch.arguments import integer
 from jaxprefetch.errors import Noted
 from jaxprefetch.extras import needs_extra
 from jaxprefetch.host.states import from_json, to_json
+from jaxprefetch.processes.inputs import of_all_processes, of_this_process
 
 S = TypeVar("S")
 
@@ -133,7 +133,7 @@ class Checkpoints:
         args = self._orbax.args
         items = {"state": args.StandardSave(_arrays(state))}
         if batches is not None:
-            items["input"] = args.JsonSave({"processes": _of_all_processes(to_json(batches.get_state()))})
+            items["input"] = args.JsonSave({"processes": of_all_processes(to_json(batches.get_state()))})
         numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, (int, float))}
         self._manager.save(step, args=args.Composite(**items), metrics=numbers if self._score else None, force=True)
 
@@ -169,7 +169,7 @@ class Checkpoints:
         with Noted(f"jaxprefetch: raised while checkpoint {step} was read; pass another step, or a new directory"):
             restored = self._manager.restore(step, args=args.Composite(**wanted))
         if batches is not None:
-            batches.set_state(from_json(_of_this_process(restored["input"], step)))
+            batches.set_state(from_json(of_this_process(restored["input"], step)))
         return _filled(state, jax.tree.map(_like, given, restored["state"])), step
 
     def wait(self) -> None:
@@ -256,44 +256,3 @@ def _like(given: Any, restored: Any) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(restored))
     values = np.asarray(restored)
     return given.at[...].set(values) if weak else jnp.asarray(values)
-
-
-# ---- the input's state, of each process
-
-
-def _of_all_processes(state: Any) -> list[Any]:
-    """The JSON values of all processes, in order, in each of them."""
-    if jax.process_count() == 1:
-        return [state]
-    from jax.experimental import multihost_utils
-
-    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(len(text)))
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: len(text)] = text
-    texts = multihost_utils.process_allgather(padded)
-    return [json.loads(row[:n].tobytes()) for row, n in zip(texts, lengths, strict=True)]
-
-
-def _of_this_process(saved: Mapping[str, Any] | None, step: int) -> Any:
-    states = saved.get("processes") if isinstance(saved, Mapping) else []
-    if not isinstance(states, list):
-        raise ValueError(
-            f"Checkpoint {step}: expected a list of the input's states at input/processes, got {states!r:.200}. It is "
-            "damaged: restore another step, or without batches, and set the source up yourself."
-        )
-    if len(states) == jax.process_count():
-        return states[jax.process_index()]
-    if states and all(_is_of_all(state) and state["source"] == states[0]["source"] for state in states):
-        return {**states[0], "rows": None}  # of a batch of this process, which are as many as they are now
-    raise ValueError(
-        f"Checkpoint {step} has the input's state of {len(states)} processes, and there are {jax.process_count()}. "
-        "Grain's grain.experimental.ElasticIterator goes on with any number; with other sources restore without "
-        "batches, and set the source up yourself."
-    )
-
-
-def _is_of_all(state: Any) -> bool:
-    """Whether it is a state of Grain's `ElasticIterator`, which counts the examples of all processes together."""
-    own = state.get("source") if isinstance(state, Mapping) else None
-    return isinstance(own, Mapping) and set(own) == {"global_next_index"}
