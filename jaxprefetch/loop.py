@@ -124,7 +124,9 @@ def train_loop(
     Raises:
         TypeError: an argument is not what it should be; there are checkpoints and the source cannot be resumed, which
             is said before the first step.
-        ValueError: an argument is out of range; a metric was donated, or there is none that `stop_on_non_finite` names.
+        ValueError: an argument is out of range; a metric was donated, or there is none that `stop_on_non_finite` or the
+            checkpoints' `best_metric` names.
+        NotADirectoryError: `checkpoints` is a file.
         ModuleNotFoundError: a package is missing for what is asked; names the extra to install.
         Exception: what the source, the step or a hook raises, with the step's number in a note. Everything that was
             opened is closed, and what was saved before is complete.
