@@ -122,8 +122,8 @@ class Checkpoints:
             step: steps done; what the checkpoint is called.
             state: a pytree of arrays and numbers; Flax NNX objects may be among them.
             batches: whose place is saved; its `get_state()` may wait for its first batch.
-            metrics: numbers by name, of which others than `int` and `float` are left out; saved with `best_metric`. None
-                where there was no evaluation.
+            metrics: numbers by name, of which others than `int` and `float` are left out; saved with `best_metric`.
+                None where there was no evaluation.
 
         Blocking: until `state` is computed and copied to the host, an earlier save is done, and, in a multi-process
             run, all processes have come here. It is then written by Orbax's threads, and the next step may donate it.

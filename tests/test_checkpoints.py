@@ -208,7 +208,9 @@ def test_a_file_is_no_directory(tmp_path, kind):
     """The error comes before Orbax's threads, and before the loop's first batch; the file stays as it is."""
     path = tmp_path / "file"
     path.write_text("mine")
-    with pytest.raises(NotADirectoryError, match="directory: expected a directory, or none yet, got the file '.*file'"):
+    with pytest.raises(
+        NotADirectoryError, match=r"directory: expected a directory, or none yet, got the file '.*file'"
+    ):
         Checkpoints(kind(path))
     source = Counted()
     with pytest.raises(NotADirectoryError, match="got the file"):
