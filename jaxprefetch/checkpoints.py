@@ -13,7 +13,6 @@ Synopsis:
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -29,6 +28,7 @@ from jaxprefetch.arguments import integer
 from jaxprefetch.errors import Noted
 from jaxprefetch.extras import needs_extra
 from jaxprefetch.host.states import from_json, to_json
+from jaxprefetch.processes.inputs import of_all_processes, of_this_process
 
 S = TypeVar("S")
 
@@ -57,6 +57,7 @@ class Checkpoints:
 
     Raises:
         TypeError, ValueError: an argument is not what it should be.
+        NotADirectoryError: `directory` is a file.
         ModuleNotFoundError: Orbax is not installed.
 
     Blocking: in a multi-process run, for the other processes.
@@ -77,6 +78,9 @@ class Checkpoints:
             raise TypeError(f"best_metric: expected the name of a metric or None, got {best_metric!r:.100}.")
         if best_mode not in ("max", "min"):
             raise ValueError(f"best_mode: expected 'max' or 'min', got {best_mode!r:.100}.")
+        path = os.fspath(directory)
+        if os.path.isfile(path):
+            raise NotADirectoryError(f"directory: expected a directory, or none yet, got the file {path!r}.")
         self._orbax = orbax = _orbax()
         policies = orbax.checkpoint_managers
         keep: list[Any] = [policies.LatestN(max_to_keep)]
@@ -85,7 +89,6 @@ class Checkpoints:
             score = _Score(best_metric, sign=-1.0 if best_mode == "min" else 1.0)
             keep.append(policies.BestN(get_metric_fn=score, n=1))
         self._score = score
-        path = os.fspath(directory)
         self._manager = orbax.CheckpointManager(
             path if "://" in path else os.path.abspath(path),
             options=orbax.CheckpointManagerOptions(
@@ -120,12 +123,14 @@ class Checkpoints:
             state: a pytree of arrays and numbers; Flax NNX objects may be among them.
             batches: whose place is saved; its `get_state()` may wait for its first batch.
             metrics: numbers by name, of which others than `int` and `float` are left out; saved with `best_metric`.
+                None where there was no evaluation.
 
         Blocking: until `state` is computed and copied to the host, an earlier save is done, and, in a multi-process
             run, all processes have come here. It is then written by Orbax's threads, and the next step may donate it.
 
         Raises:
-            ValueError: the step is no count, or has been saved already.
+            ValueError: the step is no count, or has been saved already; no number in `metrics` is called `best_metric`,
+                which is said when the checkpoint is saved: of a run that ends by this, nothing is lost.
             TypeError: `batches` cannot be resumed.
             Exception: what an earlier save raised on its thread.
         """
@@ -133,9 +138,14 @@ class Checkpoints:
         args = self._orbax.args
         items = {"state": args.StandardSave(_arrays(state))}
         if batches is not None:
-            items["input"] = args.JsonSave({"processes": _of_all_processes(to_json(batches.get_state()))})
+            items["input"] = args.JsonSave({"processes": of_all_processes(to_json(batches.get_state()))})
         numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, (int, float))}
         self._manager.save(step, args=args.Composite(**items), metrics=numbers if self._score else None, force=True)
+        if self._score is not None and metrics and self._score.name not in numbers:
+            raise ValueError(
+                f"best_metric: step {step} has no number {self._score.name!r} but {sorted(numbers)}. Name one of them; "
+                "the checkpoint is saved all the same."
+            )
 
     def restore(self, state: S, batches: Resumable | None = None, *, step: int | None = None) -> tuple[S, int]:
         """The state of the latest checkpoint and its step, with `batches` set to go on where it was saved.
@@ -159,6 +169,7 @@ class Checkpoints:
         Blocking: until the checkpoint is read and, in a multi-process run, for the other processes; then while the
             source takes its state. With `resume="replay"` it is gone through later, when its first batch is asked for.
         """
+        other = "" if step is None else "another step, "
         if step is None and (step := self.latest_step) is None:
             return state, 0
         args = self._orbax.args
@@ -166,10 +177,11 @@ class Checkpoints:
         wanted = {"state": args.StandardRestore(jax.tree.map(self._orbax.utils.to_shape_dtype_struct, given))}
         if batches is not None:
             wanted["input"] = args.JsonRestore()
-        with Noted(f"jaxprefetch: raised while checkpoint {step} was read; pass another step, or a new directory"):
+        cure = f"pass {other}a state of the saved structure and shapes, or a new directory"
+        with Noted(f"jaxprefetch: raised while checkpoint {step} was read; {cure}"):
             restored = self._manager.restore(step, args=args.Composite(**wanted))
         if batches is not None:
-            batches.set_state(from_json(_of_this_process(restored["input"], step)))
+            batches.set_state(from_json(of_this_process(restored["input"], step)))
         return _filled(state, jax.tree.map(_like, given, restored["state"])), step
 
     def wait(self) -> None:
@@ -191,10 +203,10 @@ class _Score:
     """How good a checkpoint is by a metric; those without it, or with one that is no finite number, come last."""
 
     def __init__(self, name: str, sign: float):
-        self._name, self._sign = name, sign
+        self.name, self._sign = name, sign
 
     def __call__(self, metrics: Any) -> float:
-        score = self._sign * (metrics or {}).get(self._name, math.nan)
+        score = self._sign * (metrics or {}).get(self.name, math.nan)
         return score if math.isfinite(score) else -math.inf
 
 
@@ -256,44 +268,3 @@ def _like(given: Any, restored: Any) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(restored))
     values = np.asarray(restored)
     return given.at[...].set(values) if weak else jnp.asarray(values)
-
-
-# ---- the input's state, of each process
-
-
-def _of_all_processes(state: Any) -> list[Any]:
-    """The JSON values of all processes, in order, in each of them."""
-    if jax.process_count() == 1:
-        return [state]
-    from jax.experimental import multihost_utils
-
-    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(len(text)))
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: len(text)] = text
-    texts = multihost_utils.process_allgather(padded)
-    return [json.loads(row[:n].tobytes()) for row, n in zip(texts, lengths, strict=True)]
-
-
-def _of_this_process(saved: Mapping[str, Any] | None, step: int) -> Any:
-    states = saved.get("processes") if isinstance(saved, Mapping) else []
-    if not isinstance(states, list):
-        raise ValueError(
-            f"Checkpoint {step}: expected a list of the input's states at input/processes, got {states!r:.200}. It is "
-            "damaged: restore another step, or without batches, and set the source up yourself."
-        )
-    if len(states) == jax.process_count():
-        return states[jax.process_index()]
-    if states and all(_is_of_all(state) and state["source"] == states[0]["source"] for state in states):
-        return {**states[0], "rows": None}  # of a batch of this process, which are as many as they are now
-    raise ValueError(
-        f"Checkpoint {step} has the input's state of {len(states)} processes, and there are {jax.process_count()}. "
-        "Grain's grain.experimental.ElasticIterator goes on with any number; with other sources restore without "
-        "batches, and set the source up yourself."
-    )
-
-
-def _is_of_all(state: Any) -> bool:
-    """Whether it is a state of Grain's `ElasticIterator`, which counts the examples of all processes together."""
-    own = state.get("source") if isinstance(state, Mapping) else None
-    return isinstance(own, Mapping) and set(own) == {"global_next_index"}

@@ -182,7 +182,7 @@ def train(name: str, batches: Iterable[Batch], steps: int, held_out: Batch, repl
     """Trains a new model on `batches`, then tells how fast that was and how well it does on `held_out`."""
     model, optimizer = make_model(replicated)
     loss, waited = math.nan, 0.0
-    with tqdm(total=steps, desc=name, unit="step") as bar:
+    with tqdm(total=steps, desc=name, unit="step", disable=None) as bar:
         started = time.perf_counter()
         iterator = iter(batches)
         while True:

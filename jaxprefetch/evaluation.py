@@ -56,7 +56,7 @@ def evaluate(
         Means as Python floats by name (`"loss"`, `"accuracy/top5"`; `"loss"` if the metrics are one bare value).
 
     Raises:
-        TypeError: options are given for a `DevicePrefetcher`.
+        TypeError: options are given for a `DevicePrefetcher`; `step` returns None.
         ValueError: the batches have no mask; a metric has neither rows nor is it a scalar; there are no rows; the
             `DevicePrefetcher` is in the middle of a pass.
         Exception: what the source or `step` raises.
@@ -92,7 +92,11 @@ def _totals(step: Callable[[Any, Any], Any], state: Any, batches: Iterable[Any],
     totals = None
     for batch in batches:
         mask = _mask(batch, mask_key)
-        totals = _add(totals, step(state, batch), mask)
+        if (metrics := step(state, batch)) is None:
+            raise TypeError(
+                "evaluate: step returned None, expected metrics. Let it return those, or {} if it has none."
+            )
+        totals = _add(totals, metrics, mask)
     return totals
 
 

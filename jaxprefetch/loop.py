@@ -122,9 +122,11 @@ def train_loop(
         processes each must get it during the same step.)
 
     Raises:
-        TypeError: an argument is not what it should be; there are checkpoints and the source cannot be resumed, which
-            is said before the first step.
-        ValueError: an argument is out of range; a metric was donated, or there is none that `stop_on_non_finite` names.
+        TypeError: an argument is not what it should be; `step` returns no pair, `eval_fn` None; there are checkpoints
+            and the source cannot be resumed, which is said before the first step.
+        ValueError: an argument is out of range; a metric was donated, or there is none that `stop_on_non_finite` or the
+            checkpoints' `best_metric` names.
+        NotADirectoryError: `checkpoints` is a file.
         ModuleNotFoundError: a package is missing for what is asked; names the extra to install.
         Exception: what the source, the step or a hook raises, with the step's number in a note. Everything that was
             opened is closed, and what was saved before is complete.
@@ -243,7 +245,9 @@ class _Run:
 
     def _finish(self) -> None:
         self.delivery.rest()
-        if self.source_ended:
+        if self.source_ended and not self.done:
+            logger.warning("jaxprefetch: the source is empty: no step was done. Pass an iterable that has batches.")
+        elif self.source_ended:
             logger.warning(
                 "jaxprefetch: the source has ended after %d of %d steps and cannot be begun anew. Pass an iterable "
                 "that can (a list, a loader), or ask for fewer steps.",
@@ -259,7 +263,12 @@ class _Run:
         self.delivery.rest()
         if self.evaluation.run is None or self.evaluation.last == self.done or self._is_broken():
             return
-        metrics = self.delivery.read(self.done, self.evaluation.run(self.state))
+        if (evaluated := self.evaluation.run(self.state)) is None:
+            raise TypeError(
+                f"eval_fn returned None after step {self.done}, expected metrics. Let it return those, or {{}} if it "
+                "has none."
+            )
+        metrics = self.delivery.read(self.done, evaluated)
         self.eval_metrics = {f"eval/{name}": value for name, value in metrics.items()}
         self.evaluation.ran(self.done)
         self.delivery.call(self.done, self.eval_metrics)

@@ -7,26 +7,31 @@ Synopsis:
     train_loop(step, state, loader, num_steps=1000, hooks=[JSONLWriter("log.jsonl"), TensorBoardWriter("runs/1")])
 
 A run that is resumed goes back to its last checkpoint and does the steps after it again. So each writer, when it is
-first called, with step k, takes out what is there of steps k and later: what remains is one run.
+first called, with step k, takes out what is there of steps k and later: what remains is one run. A new run does the
+same to the log of a former one: where nothing remains of that, a warning tells how many rows were taken out.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
 from jaxprefetch.extras import needs_extra
 
+logger = logging.getLogger("jaxprefetch")
+R = TypeVar("R")
+
 
 class _LinesWriter:
-    """What writers of lines share: a file that is opened when it is first written to, and gone on with if it exists.
+    """What writers of lines share: a file that is opened when it is first written to, behind earlier steps in it.
 
     Args:
         path: of the file.
@@ -47,6 +52,25 @@ class _LinesWriter:
         lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
         return [line for line in lines if line.endswith("\n")]
 
+    def _earlier(self, step: int, rows: list[R], step_of: Callable[[R], Any]) -> list[R]:
+        """Those of the rows that are of earlier steps; a warning if it is none."""
+        steps: list[int] = []
+        for row in rows:
+            try:
+                steps.append(int(step_of(row)))
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(
+                    f"{self._path}: expected a log with a step in each row, got {row!r:.200}. The file is left "
+                    "as it is: pass the path of a new one."
+                ) from None
+        if steps and min(steps) >= step:
+            logger.warning(
+                "jaxprefetch: %s: the log of a former run, %d rows from step %d on, is replaced by this run's, from "
+                "step %d on. Give each run a file of its own to keep both.",
+                *(self._path, len(steps), min(steps), step),
+            )
+        return [row for row, at in zip(rows, steps, strict=True) if at < step]
+
     def _rewrite(self, write: Callable[[TextIO], object]) -> TextIO:
         """The file at its end, with what `write` writes in place of what was there; a kill leaves one of both."""
         new = self._path.with_name(self._path.name + ".new")
@@ -61,14 +85,18 @@ class JSONLWriter(_LinesWriter):
     """One JSON object a line: `{"step": 3, "loss": 0.5}`. What is no finite number is written as a string, "NaN".
 
     Args:
-        path: the file, which is gone on with if it exists.
+        path: the file. If it exists, rows of earlier steps than the first that is written stay, all others go.
     """
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes a line, to the operating system at once."""
+        """Writes a line, to the operating system at once.
+
+        Raises:
+            ValueError: the file that is there is no such log.
+        """
         file = self._file
         if file is None:
-            kept = [line for line in self._lines() if json.loads(line)["step"] < step]
+            kept = self._earlier(step, self._lines(), lambda line: json.loads(line)["step"])
             file = self._rewrite(lambda new: new.writelines(kept))
         file.write(json.dumps({"step": step} | {name: _plain(value) for name, value in metrics.items()}) + "\n")
 
@@ -77,7 +105,7 @@ class CSVWriter(_LinesWriter):
     """A table with the columns `step` and one for each metric that is a number; a new one widens the table.
 
     Args:
-        path: the file, which is gone on with if it exists.
+        path: the file. If it exists, rows of earlier steps than the first that is written stay, all others go.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -85,11 +113,15 @@ class CSVWriter(_LinesWriter):
         self._columns = ["step"]
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes a row, to the operating system at once."""
+        """Writes a row, to the operating system at once.
+
+        Raises:
+            ValueError: the file that is there is no such table.
+        """
         row = {"step": step} | {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         file = self._file
         if file is None:
-            file = self._widened([old for old in self._rows() if int(old["step"]) < step], row)
+            file = self._widened(self._earlier(step, self._rows(), lambda old: old["step"]), row)
         elif any(name not in self._columns for name in row):
             self.close()
             file = self._widened(self._rows(), row)

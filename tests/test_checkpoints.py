@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import flax.linen as nn
 import grain
@@ -15,7 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from gated import Loader, batch, number
+from gated import Counted, Loader, batch, number
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxprefetch import prefetch_to_device
@@ -190,6 +191,33 @@ def test_the_best_is_kept_beside_the_latest(tmp_path, mode, best):
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [best, 7, 8]
 
 
+def test_best_metric_that_there_is_not_is_an_error(tmp_path):
+    """A save without metrics passes; the first with others lists them, after the state was saved."""
+    with Checkpoints(tmp_path, max_to_keep=1, best_metric="eval/acc") as checkpoints:
+        checkpoints.save(1, jnp.float32(1))
+        with pytest.raises(ValueError, match=r"best_metric: step 2 has no number 'eval/acc' but \['eval/accuracy'\]"):
+            checkpoints.save(2, jnp.float32(2), metrics={"eval/accuracy": 0.5, "eval/confusion": np.zeros(2)})
+        with pytest.raises(ValueError, match=r"step 3 has no number 'eval/acc' but \[\]"):
+            checkpoints.save(3, jnp.float32(3), metrics={"eval/acc": np.zeros(2)})
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(jnp.float32(0)) == (3, 3)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_file_is_no_directory(tmp_path, kind):
+    """The error comes before Orbax's threads, and before the loop's first batch; the file stays as it is."""
+    path = tmp_path / "file"
+    path.write_text("mine")
+    with pytest.raises(
+        NotADirectoryError, match=r"directory: expected a directory, or none yet, got the file '.*file'"
+    ):
+        Checkpoints(kind(path))
+    source = Counted()
+    with pytest.raises(NotADirectoryError, match="got the file"):
+        run(kind(path), num_steps=1, source=source)
+    assert (source.pulled, path.read_text()) == (0, "mine")
+
+
 def test_missing_orbax_names_the_extra(monkeypatch, tmp_path):
     """The error says what to install."""
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
@@ -198,6 +226,19 @@ def test_missing_orbax_names_the_extra(monkeypatch, tmp_path):
 
 
 # ---- the loop
+
+
+@pytest.mark.parametrize("state", [jnp.zeros(3), {"x": jnp.zeros(())}], ids=["shape", "structure"])
+def test_a_state_that_does_not_fit_the_checkpoint_says_what_to_pass(tmp_path, state):
+    """The note on Orbax's error speaks of what the loop takes, and of another step where one was named."""
+    run(tmp_path, num_steps=2)
+    with pytest.raises(ValueError, match=r"stored shape|do not match") as caught:
+        run(tmp_path, num_steps=4, state=state)
+    cure = "a state of the saved structure and shapes, or a new directory"
+    assert caught.value.__notes__ == [f"jaxprefetch: raised while checkpoint 2 was read; pass {cure}"]
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"stored shape|do not match") as caught:
+        checkpoints.restore(state, step=2)
+    assert caught.value.__notes__ == [f"jaxprefetch: raised while checkpoint 2 was read; pass another step, {cure}"]
 
 
 def test_a_run_goes_on_from_the_latest_checkpoint(tmp_path):
@@ -327,3 +368,11 @@ def test_evaluations_choose_the_best_checkpoint(tmp_path):
         )
         assert checkpoints.best_step == 9
         assert checkpoints.latest_step == 12
+
+
+def test_best_metric_that_no_evaluation_gives_ends_the_run(tmp_path):
+    """At the first evaluation that is saved; what was done up to then is kept."""
+    with Checkpoints(tmp_path, best_metric="score") as checkpoints:
+        with pytest.raises(ValueError, match=r"step 6 has no number 'score' but \['eval/score'\]"):
+            run(checkpoints, num_steps=12, save_every_steps=2, eval_every_steps=6, eval_fn=lambda state: {"score": 1.0})
+        assert checkpoints.latest_step == 6

@@ -113,6 +113,13 @@ def test_no_rows_are_an_error(source):
         evaluate(lambda state, batch: batch["x"], None, source)
 
 
+def test_step_that_returns_nothing_is_an_error():
+    """A step without its `return` is told; one without metrics returns an empty dict."""
+    with pytest.raises(TypeError, match=r"evaluate: step returned None, expected metrics\. Let it return .* or {} if"):
+        evaluate(lambda state, batch: None, None, batches())
+    assert evaluate(lambda state, batch: {}, None, batches()) == {}
+
+
 def test_step_that_raises_closes_everything():
     """The step's error passes through."""
 

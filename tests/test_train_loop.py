@@ -219,9 +219,13 @@ def test_source_that_ends_early_ends_the_run_with_a_warning(source, caplog):
     ]
 
 
-def test_empty_source_ends_the_run():
-    """A source without batches is not begun anew for ever."""
-    _, summary, seen = run([], num_steps=10)
+@pytest.mark.parametrize("source", [[], iter([])], ids=["list", "one-shot"])
+def test_empty_source_ends_the_run(source, caplog):
+    """A source without batches is not begun anew for ever, and it is said."""
+    _, summary, seen = run(source, num_steps=10)
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "jaxprefetch: the source is empty: no step was done. Pass an iterable that has batches."
+    ]
     assert (summary.steps, summary.stopped_by, summary.metrics, seen) == (0, "source ended", {}, [])
 
 
@@ -433,6 +437,14 @@ def test_eval_fn_is_called_at_its_cadence_and_at_the_end():
     ]
     assert states == [4, 24, 40]
     assert summary.eval_metrics == {"eval/accuracy": pytest.approx(0.4)}
+
+
+def test_eval_fn_that_returns_nothing_is_an_error():
+    """An evaluation without its `return` is told; one without metrics returns an empty dict."""
+    with pytest.raises(TypeError, match=r"eval_fn returned None after step 2, expected metrics\. .* or {} if it"):
+        run(eval_fn=lambda state: None, eval_every_steps=2)
+    _, summary, seen = run(eval_fn=lambda state: {}, num_steps=1)
+    assert (summary.eval_metrics, seen) == ({}, [(1, {"loss": 0.0}), (1, {})])
 
 
 # ---- SIGTERM

@@ -49,6 +49,51 @@ def test_a_resumed_run_replaces_the_steps_that_it_does_again(kind, tmp_path):
         assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [0.5, 1.0, 30.5, 40.5]
 
 
+@pytest.mark.parametrize("kind", [JSONLWriter, CSVWriter])
+def test_a_new_run_that_replaces_a_former_ones_log_says_so(kind, tmp_path, caplog):
+    """One warning, with what was lost; none where earlier steps stay, or for a file that is new."""
+    path = tmp_path / "log"
+
+    def write(*steps):
+        caplog.clear()
+        writer = kind(path)
+        for step in steps:
+            writer(step, {"loss": step / 2})
+        writer.close()
+        return [record.getMessage() for record in caplog.records]
+
+    assert write(10, 20, 30) == []
+    assert write(20, 30, 40) == []
+    assert write(10, 20) == [
+        f"jaxprefetch: {path}: the log of a former run, 4 rows from step 10 on, is replaced by this run's, from "
+        "step 10 on. Give each run a file of its own to keep both."
+    ]
+
+
+@pytest.mark.parametrize("row", ['{"loss": 1}', "[1]", "1", "text", "", '{"step": null}', '{"step": "first"}'])
+def test_lines_that_are_no_log_are_left_as_they_are(row, tmp_path):
+    """The error shows the row and says what to do."""
+    path = tmp_path / "data.jsonl"
+    path.write_text(content := f'{{"step": 1}}\n{row}\n')
+    with pytest.raises(
+        ValueError, match=r"data.jsonl: expected a log with a step in each row, got .*: pass the path of a new"
+    ):
+        JSONLWriter(path)(5, {"loss": 1.0})
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("table", ["loss,x\n1,2\n", "step,x\nfirst,2\n", "x,step\n1\n"])
+def test_a_table_without_steps_is_left_as_it_is(table, tmp_path):
+    """The error shows the row and says what to do."""
+    path = tmp_path / "data.csv"
+    path.write_text(table)
+    with pytest.raises(
+        ValueError, match=r"data.csv: expected a log with a step in each row, got .*: pass the path of a new"
+    ):
+        CSVWriter(path)(5, {"loss": 1.0})
+    assert path.read_text() == table
+
+
 def test_a_finished_run_that_is_started_again_leaves_its_log_as_it_is(tmp_path):
     """No step is done, so nothing is evaluated and no hook is called."""
     path, seen = tmp_path / "log.jsonl", []
