@@ -119,12 +119,11 @@ def prefetch_to_device(
 
     Raises:
         TypeError, ValueError: an argument is not what it should be. Errors of the source, and of a batch that cannot be
-            placed (OverflowError: with integers beyond the range of 32 bits, without x64), come from `next()` in the
-            place of that batch. With several processes: ValueError in all of them
-            when batch 0 is not the same in structure, dtypes and global shapes, or later changes in some only, or by
-            `uneven`; RuntimeError in the others when one has failed or left the loop, within seconds. One that is
-            killed JAX notices by its heartbeat (`heartbeat_timeout_seconds` of `jax.distributed.initialize`, 100 by
-            default) and ends the other processes.
+            placed (OverflowError: integers beyond the range of 32 bits, without x64), come from `next()` in the place
+            of that batch. With several processes: ValueError in all of them when batch 0 is not the same in structure,
+            dtypes and global shapes, or later changes in some only, or by `uneven`; RuntimeError in the others when one
+            has failed or left the loop, within seconds. One that is killed JAX notices by its heartbeat
+            (`heartbeat_timeout_seconds` of `jax.distributed.initialize`, 100 by default) and ends the other processes.
 
     Blocking: not for the source, of which no batch is pulled before the first `next()`, `start_prefetch()` or
         `element_spec`.
