@@ -136,7 +136,7 @@ def test_float0_is_refused() -> None:
 
 @pytest.mark.parametrize("host_size", [0, 4])
 @pytest.mark.parametrize("last_batch", ["error", "pad"])
-@pytest.mark.parametrize("value", [np.full(3, -1e300), np.float64(1e300), 1e300, -1e300j, np.full(3, 1e-300)], ids=repr)
+@pytest.mark.parametrize("value", [np.full(4, -1e300), np.float64(1e300), 1e300, -1e300j, np.full(4, 1e-300)], ids=repr)
 def test_floats_that_are_too_large_become_infinite(value: Any, last_batch: Any, host_size: int) -> None:
     """With x64 off, floats beyond the range of 32 bits become infinite or zero, wherever NumPy makes that an error."""
     with np.errstate(all="ignore"):
