@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from jaxprefetch.host.source import WritesBatches
 from jaxprefetch.prefetch import prefetch_to_device
 from jaxprefetch.prefetcher import DevicePrefetcher
-from jaxprefetch.statistics import PrefetchStatistics
 
 if TYPE_CHECKING:
     from jaxprefetch.cache import DeviceCache
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from jaxprefetch.queue import DeviceQueue
     from jaxprefetch.samples import batched
     from jaxprefetch.sampling import CacheBatches
+    from jaxprefetch.statistics import PrefetchStatistics
 
 __all__ = [
     "CacheBatches",
@@ -51,6 +51,7 @@ _WHERE = {
     "DeviceCache": "cache",
     "DeviceQueue": "queue",
     "HostFetcher": "fetch",
+    "PrefetchStatistics": "statistics",
     "TrainSummary": "loop",
     "batched": "samples",
     "evaluate": "evaluation",

@@ -16,8 +16,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,8 +39,7 @@ def _find_batched_put() -> tuple[Callable[..., jax.Array], Callable[[], contextl
 _batched_put = _find_batched_put()
 
 
-@dataclass(frozen=True, slots=True)
-class _Template:
+class _Template(NamedTuple):
     """What the batched put wants to know of a leaf besides its bytes."""
 
     aval: Any
