@@ -12,16 +12,15 @@ Synopsis:
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxprefetch.host.source import WritesBatches
-from jaxprefetch.prefetch import prefetch_to_device
-from jaxprefetch.prefetcher import DevicePrefetcher
-
 if TYPE_CHECKING:
     from jaxprefetch.cache import DeviceCache
     from jaxprefetch.checkpoints import Checkpoints
     from jaxprefetch.evaluation import evaluate
     from jaxprefetch.fetch import HostFetcher, fetch_to_host
+    from jaxprefetch.host.source import WritesBatches
     from jaxprefetch.loop import TrainSummary, train_loop
+    from jaxprefetch.prefetch import prefetch_to_device
+    from jaxprefetch.prefetcher import DevicePrefetcher
     from jaxprefetch.queue import DeviceQueue
     from jaxprefetch.samples import batched
     from jaxprefetch.sampling import CacheBatches
@@ -49,19 +48,22 @@ _WHERE = {
     "CacheBatches": "sampling",
     "Checkpoints": "checkpoints",
     "DeviceCache": "cache",
+    "DevicePrefetcher": "prefetcher",
     "DeviceQueue": "queue",
     "HostFetcher": "fetch",
     "PrefetchStatistics": "statistics",
     "TrainSummary": "loop",
+    "WritesBatches": "host.source",
     "batched": "samples",
     "evaluate": "evaluation",
     "fetch_to_host": "fetch",
+    "prefetch_to_device": "prefetch",
     "train_loop": "loop",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what not every loop needs when it is first asked for: importing the package takes half the time."""
+    """Imports what is behind a name when it is first asked for: the whole takes longer than a package may."""
     if name == "writers":
         return importlib.import_module(f"{__name__}.writers")
     if name not in _WHERE:

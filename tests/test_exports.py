@@ -12,7 +12,7 @@ def test_every_public_name_is_there_and_listed():
     """`__all__` has what can be imported, and `dir()` shows it."""
     for name in jaxprefetch.__all__:
         assert getattr(jaxprefetch, name).__module__.startswith("jaxprefetch."), name
-    assert set(jaxprefetch._WHERE) < set(jaxprefetch.__all__) <= set(dir(jaxprefetch))
+    assert set(jaxprefetch._WHERE) == set(jaxprefetch.__all__) <= set(dir(jaxprefetch))
 
 
 def test_unknown_names_are_an_attribute_error():
@@ -21,8 +21,8 @@ def test_unknown_names_are_an_attribute_error():
         _ = jaxprefetch.prefetch_to_devices
 
 
-def test_importing_brings_only_the_adapter():
-    """Loop, cache and queue, and the packages of others that they need, come when they are asked for."""
+def test_importing_brings_nothing_else():
+    """Adapter, loop, cache and queue, and the packages of others that they need, come when they are asked for."""
     code, out, errors = run_python(
         "import sys, jaxprefetch\n"
         "late = {'jaxprefetch.' + name for name in jaxprefetch._WHERE.values()}\n"
