@@ -20,6 +20,7 @@ import numpy as np
 from jaxprefetch.device.context import Context
 from jaxprefetch.device.placement import Target
 from jaxprefetch.device.plan import Plan, plan_leaf
+from jaxprefetch.errors import some
 from jaxprefetch.host.batching import Mode
 from jaxprefetch.host.leaves import fetch, is_key, leaf_paths, warn_of_lists
 from jaxprefetch.host.slots import Fresh, Slot
@@ -129,7 +130,7 @@ class Layout:
         if split or mode == "error" or not lengths:
             return split[0] if split else None
         if not known and len(set(lengths.values())) > 1:
-            told = ", ".join(f"{self._paths[i]} has {n}" for i, n in list(lengths.items())[:10])
+            told = some([f"{self._paths[i]} has {n}" for i, n in lengths.items()])
             raise ValueError(
                 f"Batch {number}: last_batch={mode!r} goes by the rows, but along axis {axis} {told}. Say which leaves "
                 "have rows: sharding={...}, a tree with NamedSharding(mesh, PartitionSpec('data')) for these and "

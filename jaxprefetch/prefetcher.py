@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jaxprefetch.device.completion import released_by
 from jaxprefetch.device.context import SourceContext
@@ -27,9 +27,8 @@ from jaxprefetch.host.places import Places
 from jaxprefetch.host.resume import ResumableSource
 from jaxprefetch.reading import AnyReader, Reading
 from jaxprefetch.staging import Stager
+from jaxprefetch.statistics import PrefetchStatistics, snapshot
 
-if TYPE_CHECKING:
-    from jaxprefetch.statistics import PrefetchStatistics
 logger = logging.getLogger("jaxprefetch")
 T = TypeVar("T")
 _NOTHING = object()
@@ -38,8 +37,8 @@ _NOTHING = object()
 class DevicePrefetcher(Generic[T]):
     """What `prefetch_to_device` returns: an iterator of batches on their devices, and a context manager.
 
-    `iter()` after the end begins a new pass if the source can be iterated again (`reiterable`); until then, and after
-    an error, `next()` raises the same again.
+    `iter()` in the middle of a pass continues it; after the end it begins a new pass if the source can be iterated
+    again (`reiterable`). After an error, and after the end until `iter()`, `next()` raises the same again.
     """
 
     def __init__(
@@ -68,8 +67,8 @@ class DevicePrefetcher(Generic[T]):
         self._undelivered: Any = _NOTHING  # handed out by the feed, and kept from the loop by a Ctrl-C
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Its thread stops by itself. No weakref.finalize, which refers to the reader: by the source's error, and the
-        # frames that have seen it, that refers to the prefetcher, which would stay for ever.
+        # Its thread stops by itself. No weakref.finalize, which would refer to the reader: that refers to the source's
+        # error, this to the frames that have seen it, and they to the prefetcher, which would stay for ever.
         if not ending():
             self._cancel()
 
@@ -152,8 +151,8 @@ class DevicePrefetcher(Generic[T]):
         Raises:
             ValueError: there is no first batch: the source is empty, or the prefetcher was closed before.
             RuntimeError: another thread is inside `next()`.
-            Exception: what the source, staging or `on_device` raised instead; what a node raises that refuses
-                `jax.ShapeDtypeStruct` for its leaves, as it would under `jax.eval_shape`.
+            Exception: what the source, or staging, raised instead of it; what a node of the batch raises that refuses
+                `jax.ShapeDtypeStruct` for its leaves, as it would under `jax.eval_shape`; what `on_device` raises.
         """
         if self._spec() is None and self._is_free():
             with self._turn:
@@ -209,8 +208,6 @@ class DevicePrefetcher(Generic[T]):
 
     def statistics(self) -> PrefetchStatistics:
         """Counts, bytes and waits so far, and what the loop is bound by. Never blocks."""
-        from jaxprefetch.statistics import snapshot
-
         return snapshot(self._feed, self._past.plus(self._times), inline=self._reading.inline)
 
     def _spec(self) -> Any:
@@ -231,7 +228,10 @@ class DevicePrefetcher(Generic[T]):
     # ---- one pass
 
     def _is_free(self) -> bool:
-        """Whether this thread may take the turn, by `with`, which no Ctrl-C tears apart; False: closed just now."""
+        """Whether this thread may take the turn, which is taken by `with` only: that a Ctrl-C cannot tear apart.
+
+        False when the prefetcher is closed just now. Another thread that is quicker has to be waited for.
+        """
         if not self._turn.locked():
             return True
         if self._feed.closed:

@@ -10,23 +10,20 @@ Synopsis:
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
 
 from jaxprefetch.host.inline import Inline
 from jaxprefetch.host.pipeline import EnterContext, Pipeline
 from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.resume import ResumableSource
+from jaxprefetch.processes.cards import Cards, gone
+from jaxprefetch.processes.gate import Gate
+from jaxprefetch.processes.gathered import Gathered
 from jaxprefetch.processes.group import Group
 from jaxprefetch.processes.service import Service
+from jaxprefetch.processes.skipping import SkipsFirst
 from jaxprefetch.staging import Stager
 
-if TYPE_CHECKING:
-    from jaxprefetch.processes.gate import Gate
-    from jaxprefetch.processes.gathered import Gathered
-
-    AnyReader = Reader | Inline | Gate | Gathered
-else:
-    AnyReader = Any  # what several processes need is imported where there are several
+AnyReader = Reader | Inline | Gate | Gathered
 
 
 class Reading:
@@ -63,7 +60,7 @@ class Reading:
             again: the first batch was taken before a restart, and only shows what padding is like.
         """
         if self._host_size:
-            reader: Reader | Inline = Reader(
+            reader: Reader | Inline | SkipsFirst = Reader(
                 pipeline, context=context, host_size=self._host_size, max_host_bytes=self._max_host_bytes
             )
         else:
@@ -71,22 +68,12 @@ class Reading:
         if self._group is None:
             return reader
         self._begun = True
-        return self._agreed(self._group, reader, source, stager, again)
-
-    def _agreed(
-        self, group: Group, own: Reader | Inline, source: ResumableSource, stager: Stager, again: bool
-    ) -> Gate | Gathered:
-        """What reads with this reader of our own, and agrees with the others on each batch."""
-        from jaxprefetch.processes.cards import Cards
-        from jaxprefetch.processes.gate import Gate
-        from jaxprefetch.processes.gathered import Gathered
-        from jaxprefetch.processes.skipping import SkipsFirst
-
-        cards = Cards(group.process, group.uneven)
-        reader = SkipsFirst(own, cards.see) if again else own
+        cards = Cards(self._group.process, self._group.uneven)
+        if again:
+            reader = SkipsFirst(reader, cards.see)
         if self._service is None:
-            return Gathered(reader, group.devices, cards, stager.filler, inline=self.inline)
-        agreement, length = group.begin_pass(self._service), source.length()
+            return Gathered(reader, self._group.devices, cards, stager.filler, inline=self.inline)
+        agreement, length = self._group.begin_pass(self._service), source.length()
         if not self._whole:
             length = None
         elif again and length is not None:
@@ -97,8 +84,6 @@ class Reading:
         """No pass will begin any more; the last one is closed. Again, it changes nothing."""
         group, self._group = self._group, None
         if group is not None and self._service is not None:
-            from jaxprefetch.processes.cards import gone
-
             with contextlib.suppress(RuntimeError):  # the service has gone
                 if not self._begun:  # the others may wait for batch 0
                     group.begin_pass(self._service).fail(0, gone(group.process, 0), closed=True)

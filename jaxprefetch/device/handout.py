@@ -28,7 +28,7 @@ from jaxprefetch.device.plan import LeafPlan, Plan, leaf_cost
 OnDevice = Callable[[Any], Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Delivery:
     """How batches of one plan become what the loop gets."""
 

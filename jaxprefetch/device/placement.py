@@ -108,11 +108,6 @@ class Placement:
         """Those of all processes."""
         return {device for target in self._targets for device in target.sharding.device_set}
 
-    @property
-    def sharding(self) -> Any:
-        """The argument again, which means the same on any thread that has `context`."""
-        return self._prefix.unflatten([target.sharding if target.committed else None for target in self._targets])
-
     def targets(self, batch: Any, where: str) -> list[Target]:
         """One target a leaf of the batch, from the prefix.
 

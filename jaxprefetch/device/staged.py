@@ -73,7 +73,7 @@ class Sending:
             del self._memory[number]
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True)
 class Issued:
     """A batch on its way or handed out; these references go when it is settled."""
 

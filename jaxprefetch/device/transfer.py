@@ -16,7 +16,8 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +40,8 @@ def _find_batched_put() -> tuple[Callable[..., jax.Array], Callable[[], contextl
 _batched_put = _find_batched_put()
 
 
-class _Template(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Template:
     """What the batched put wants to know of a leaf besides its bytes."""
 
     aval: Any
