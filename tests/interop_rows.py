@@ -1,7 +1,7 @@
 """Rows for the loaders of other packages, which their worker processes can import without JAX.
 
 DataLoader(Rows(), batch_size=4, num_workers=2)     # batches of rows 0-3, 4-7, ...
-DataLoader(Rows(dies_at=13), ...)                   # the worker that makes row 13 is gone
+DataLoader(Rows(dies_at=13, told=path), ...)        # the worker that makes row 13 is gone, once tell(path) was called
 DataLoader(Rows(fails_at=13), ...)                  # the worker that makes row 13 raises ValueError
 DataLoader(Filled(96, {"bfloat16": 8}), ...)        # tensors of PyTorch's, of these dtypes and lengths
 """
@@ -20,21 +20,27 @@ LENGTH = 24
 class Rows:
     """A map-style data set: row i is full of i."""
 
-    def __init__(self, dies_at: int | None = None, fails_at: int | None = None):
-        self.dies_at, self.fails_at = dies_at, fails_at
+    def __init__(self, dies_at: int | None = None, fails_at: int | None = None, told: str = ""):
+        self.dies_at, self.fails_at, self.told = dies_at, fails_at, told
 
     def __repr__(self) -> str:  # Grain compares data sources by it
-        return f"Rows({self.dies_at}, {self.fails_at})"
+        return f"Rows({self.dies_at}, {self.fails_at}, {self.told!r})"
 
     def __len__(self) -> int:
         return LENGTH
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index == self.dies_at:
+            open(self.told, "rb").close()  # waits; a batch that is still on its way would be lost with the worker
             os._exit(7)
         if index == self.fails_at:
             raise ValueError(f"row {index} is broken")
         return {"x": np.full(3, index, np.float32), "y": np.int32(index)}
+
+
+def tell(path: str) -> None:
+    """Waits until the worker that is to die is at its row, and lets it die. `path` is a named pipe (`os.mkfifo`)."""
+    open(path, "wb").close()
 
 
 class Filled:
