@@ -7,7 +7,7 @@ Synopsis:
     staged = stager.stage(offer, 0, reserve)
 
 What differs from what is sent, by its dtype or because padding would tear it apart, or what stays on the host, is
-written into an array of its own.
+written into an array of its own; what lies in pieces where it is sent from, into one that is written again each time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from jaxprefetch.device.plan import Plan
+from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.leaves import zero_beyond
 from jaxprefetch.host.slots import Fresh, Slot
 from jaxprefetch.layout import Layout, Parts
@@ -30,29 +31,29 @@ from jaxprefetch.stowage import Stowage
 class Described(NamedTuple):
     """A whole batch as its source describes it; leaves stand for their shapes and dtypes."""
 
-    spec: Sequence[Any] | None  # the leaves of what it gave; None: to be looked at each time
+    spec: list[Any] | None  # the leaves of what it gave; None: to be looked at each time
     whole: Parts
     layout: Layout
     length: int  # along the axis by which it is written
     rows: int | None  # by which it is split
+    beside: dict[int, np.ndarray]  # arrays for leaves that are copied from there, by one batch after the other
 
-    def is_of(self, leaves: Sequence[Any], treedef: Any) -> bool:
-        """Whether the source gave the same objects again, of a kind that does not change."""
-        known = self.spec
+    def is_of(self, leaves: list[Any], treedef: Any) -> bool:
+        """Whether the source gave the same again, in objects that do not change."""
         return (
-            known is not None
-            and len(leaves) == len(known)
-            and all(map(operator.is_, leaves, known))
+            self.spec is not None
             and set(map(type, leaves)) == {jax.ShapeDtypeStruct}
+            and leaves == self.spec
             and treedef == self.whole.structure.treedef
         )
 
 
 class Places(NamedTuple):
-    """Arrays in the slot for the leaves of a batch, with room for padding."""
+    """Arrays for the leaves of a batch."""
 
-    some: dict[int, np.ndarray]  # of those that can be sent from there as they are written
-    every: list[np.ndarray] | None  # of all, where each is written in one piece and nothing else is sent
+    some: dict[int, np.ndarray]  # in the slot, with room for padding: of those that can be sent as they are written
+    every: list[np.ndarray] | None  # of all, there and beside it; None: some are new for each batch
+    copied: list[tuple[np.ndarray, np.ndarray]]  # where in the slot, and what, once each of them is written
 
 
 class Offer:
@@ -75,12 +76,13 @@ class Offer:
         self.plan, self.slot = plan, slot
         self.rows: list[Any] = []
         self._number, self._whole, self._length = number, described.whole, described.length
+        self._layout = described.layout
         self.stowage: Stowage | None = None
-        self._places = Places({}, None)
+        self._places = Places({}, None, [])
         if plan is not None:
             stowage = self.stowage = slot.once(plan, Stowage)
-            self._places = stowage.once(described, lambda: _places(described.whole, plan, order, stowage))
-        some, every = self._places
+            self._places = stowage.once(described, lambda: _places(described, plan, order, stowage))
+        some, every, _ = self._places
         if every is None:
             begins = [_begin(some.get(at), leaf.shape) for at, leaf in enumerate(self._whole.leaves)]
             every = [
@@ -90,6 +92,11 @@ class Offer:
         self._written = every
         self._given = [array.view() for array in every]  # a source may set shape, dtype or flags of what it was given
         self.out = jax.tree_util.tree_unflatten(self._whole.structure.treedef, self._given)
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of what was written, if that is the whole batch as it was described."""
+        return self._layout if self._count() == self._length else None
 
     @property
     def ended(self) -> bool:
@@ -109,12 +116,14 @@ class Offer:
         leaves = [leaf[:rows] if leaf.ndim and len(leaf) == length else leaf for leaf in self._written]
         return self._whole._replace(leaves=leaves)
 
-    def parcels(self, plan: Plan) -> list[Any] | None:
+    def parcels(self, plan: Plan, copier: Copier) -> list[Any] | None:
         """What to put, if the source has written all that this plan sends; else None."""
-        stowage, leaves = self.stowage, self._written
-        if stowage is None or self._places.every is None or plan is not self.plan or self._count() < self._length:
+        stowage, places = self.stowage, self._places
+        if stowage is None or places.every is None or plan is not self.plan or self._count() < self._length:
             return None
-        return stowage.parcels(leaves, range(len(leaves)))
+        if places.copied:
+            copier.copy(places.copied)
+        return stowage.every()
 
     def is_laid_out_for(self, plan: Plan) -> bool:
         """Whether leaves of this plan have their places in the slot; else these may overlap with what was written."""
@@ -186,15 +195,25 @@ def _stand_in(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.broadcast_to(np.empty((), dtype), shape)
 
 
-def _places(whole: Parts, plan: Plan, order: Sequence[int], stowage: Stowage) -> Places:
+def _places(described: Described, plan: Plan, order: Sequence[int], stowage: Stowage) -> Places:
+    whole, beside = described.whole.leaves, described.beside
     some: dict[int, np.ndarray] = {}
+    every: dict[int, np.ndarray] = {}
+    copied: dict[int, np.ndarray] = {}  # by leaf of the plan
     for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
-        if at < len(whole.leaves) and whole.leaves[at].dtype == leaf_plan.dtype:
-            place = stowage.written(i)
-            if place is not None and _begin(place, whole.leaves[at].shape) is not None:
-                some[at] = place
-    in_one_piece = [some[at] for at, leaf in enumerate(whole.leaves) if at in some and some[at].shape == leaf.shape]
-    return Places(some, in_one_piece if len(in_one_piece) == len(whole.leaves) == len(plan.leaves) else None)
+        if at == len(whole):  # the mask, of a batch that is written whole
+            copied[i] = np.ones(leaf_plan.shape, bool)
+        elif whole[at].dtype == leaf_plan.dtype:
+            place, shape = stowage.written(i), whole[at].shape
+            if place is not None and _begin(place, shape) is not None:
+                every[at] = some[at] = place
+            elif leaf_plan.made and shape == leaf_plan.shape:
+                if at not in beside:
+                    beside[at] = np.empty(shape, leaf_plan.dtype)
+                every[at] = copied[i] = beside[at]
+    if any(at not in every or every[at].shape != leaf.shape for at, leaf in enumerate(whole)):
+        return Places(some, None, [])
+    return Places(some, [every[at] for at in range(len(whole))], stowage.pairs(copied, copied))
 
 
 def _begin(array: np.ndarray | None, shape: Sequence[int]) -> np.ndarray | None:

@@ -157,12 +157,12 @@ class Stager:
         if (length := layout.length(leaves)) is None:
             raise ValueError(f"Batch {number}: element_spec has no leaf with an axis of rows. Describe whole batches.")
         repeats = not callable(self._options.keep_on_host)  # which may decide otherwise each time
-        return Described(described if repeats else None, whole, layout, length, layout.rows(leaves))
+        return Described(described if repeats else None, whole, layout, length, layout.rows(leaves), {})
 
     def _stage(self, raw: Any, number: int, reserve: Reserve) -> Staged | None:
         offer = raw if isinstance(raw, Offer) else None
         parts = self._apart(raw, number) if offer is None else offer.parts()
-        layout, leaves = self._layout(parts, number), list(parts.leaves)
+        layout, leaves = (offer and offer.layout) or self._layout(parts, number), list(parts.leaves)
         rows = deliver = layout.rows(leaves)
         if rows is not None:
             deliver = self._policy.admit(number, rows, layout.shards)
@@ -177,7 +177,7 @@ class Stager:
         if offer is None or offer.plan is None:
             reserve(plan.host_bytes)
             return self._own(plan, order, leaves, rows, number)
-        if (parcels := offer.parcels(plan)) is not None:
+        if (parcels := offer.parcels(plan, self._copier)) is not None:
             return Staged(parcels, plan, offer.slot)
         reserve(-offer.plan.host_bytes)  # a batch must not wait for what it has itself
         reserve(plan.host_bytes)

@@ -9,7 +9,7 @@ Synopsis:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,7 +52,9 @@ class Stowage:
                     self._splits[part.leaf] = part.split
         self._all = [self.sent.get(i) for i in range(end + (packing is not None))]  # parcels, if no leaf is elsewhere
 
-    def pairs(self, leaves: Sequence[np.ndarray], which: Iterable[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def pairs(
+        self, leaves: Sequence[np.ndarray] | Mapping[int, np.ndarray], which: Iterable[int]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Where these leaves go, and what to copy there; what they lack of the rows that are sent is zero."""
         places, pairs = self.places, []
         for i in which:
@@ -68,7 +70,7 @@ class Stowage:
     def parcels(self, leaves: Sequence[Any], which: Sequence[int]) -> list[Any]:
         """What to put, of these leaves (each once) from here: a buffer at the end has those that travel packed."""
         if len(which) == len(leaves):
-            return list(self._all)
+            return self.every()
         out, sent = list(leaves), self.sent
         for i in which:
             out[i] = sent.get(i)
@@ -77,6 +79,10 @@ class Stowage:
                 out[part.leaf] = None
             out.append(sent[len(self._plan.leaves)])
         return out
+
+    def every(self) -> list[Any]:
+        """The same if all leaves lie here."""
+        return list(self._all)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """What `make` gives, made once as long as the key is the same."""

@@ -275,6 +275,39 @@ def test_small_leaves_that_travel_packed(monkeypatch) -> None:
             assert put[0] == written[4]
 
 
+@pytest.mark.parametrize("last_batch", ["error", "pad"])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_small_leaves_on_a_mesh(monkeypatch, devices, last_batch) -> None:
+    """On one device they are written into the buffer that is sent; on several beside it, one batch like the other."""
+    monkeypatch.setattr(packing, "PLATFORMS", ("cpu",))
+    sent, mesh = Sent(monkeypatch), Mesh(np.array(jax.devices()[:devices]), ("data",))
+    values = np.arange(40 * 3).reshape(40, 3)
+    source = Rows({"a": values.astype(np.float32), "b": values.astype(np.int16), "c": values % 2 == 0}, 16)
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    with prefetch_to_device(source, sharding=sharding, last_batch=last_batch) as batches:
+        for _ in range(2):
+            for out, raw in zip(batches, parts(source.arrays, 16), strict=True):
+                mask = np.arange(16) < len(raw["a"])
+                for name, leaf in raw.items():
+                    np.testing.assert_array_equal(np.asarray(out[name])[: len(leaf)], leaf)
+                assert last_batch == "error" or np.asarray(out["mask"]).tolist() == mask.tolist()
+    written = [places for reads in source.passes for places in reads.written[:3]]
+    if devices > 1:
+        assert len(set(map(tuple, written))) == 1
+    for number, ((buffer,), places) in enumerate(zip(sent.addresses, written, strict=True)):
+        if devices == 1 and number % 3 < 2:  # a short one is laid out anew
+            assert all(buffer <= place < buffer + 1024 for place in places)
+
+
+def test_leaves_split_along_another_axis_are_written_beside() -> None:
+    """Their shards lie apart where they are sent from: values of whole and short batches arrive."""
+    source = Rows({"x": np.arange(10 * 16, dtype=np.float32).reshape(10, 16)}, 4)
+    with prefetch_to_device(source, sharding=split(None, "data")) as batches:
+        for _ in range(2):
+            assert_same(batches, parts(source.arrays, 4))
+    assert len({written[0] for reads in source.passes for written in reads.written}) == 1
+
+
 # ---- what is a source, and when it ends
 
 

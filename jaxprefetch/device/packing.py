@@ -185,7 +185,7 @@ def _pack(leaves: Sequence[Any], members: Sequence[int]) -> Packing:
     mesh = target.sharding.mesh if isinstance(target.sharding, NamedSharding) else None
     for i in members:
         leaf = leaves[i]
-        split = None if mesh is None else Split.of(leaf.shape, leaf.target.sharding, mesh.axis_names)
+        split = None if mesh is None or mesh.size == 1 else Split.of(leaf.shape, leaf.target.sharding, mesh.axis_names)
         shape = leaf.target.sharding.shard_shape(leaf.shape)
         parts.append(Part(i, leaf.dtype, tuple(shape), _aligned(end, _LEAF_ALIGNMENT), leaf.target.sharding, split))
         end = parts[-1].end
