@@ -6,8 +6,8 @@ Synopsis:
     offer.rows.append(source.read_into(offer.out))
     staged = stager.stage(offer, 0, reserve)
 
-What differs from what is sent, by its dtype or because padding would tear it apart, or what stays on the host, is
-written into an array of its own; what lies in pieces where it is sent from, into one that is written again each time.
+What differs from what is sent, by its dtype or because it lies in pieces there, is written beside it, into arrays that
+serve one batch after the other. What stays on the host, or is torn apart by padding, has an array of its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxprefetch.device.plan import Plan
+from jaxprefetch.device.plan import LeafPlan, Plan
 from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.leaves import zero_beyond
 from jaxprefetch.host.slots import Fresh, Slot
 from jaxprefetch.layout import Layout, Parts
+from jaxprefetch.sorting import checked
 from jaxprefetch.stowage import Stowage
 
 
@@ -54,6 +55,7 @@ class Places(NamedTuple):
     some: dict[int, np.ndarray]  # in the slot, with room for padding: of those that can be sent as they are written
     every: list[np.ndarray] | None  # of all, there and beside it; None: some are new for each batch
     copied: list[tuple[np.ndarray, np.ndarray]]  # where in the slot, and what, once each of them is written
+    cast: list[tuple[np.ndarray, LeafPlan]]  # of these, what has to fit into another dtype
 
 
 class Offer:
@@ -78,11 +80,11 @@ class Offer:
         self._number, self._whole, self._length = number, described.whole, described.length
         self._layout = described.layout
         self.stowage: Stowage | None = None
-        self._places = Places({}, None, [])
+        self._places = Places({}, None, [], [])
         if plan is not None:
             stowage = self.stowage = slot.once(plan, Stowage)
             self._places = stowage.once(described, lambda: _places(described, plan, order, stowage))
-        some, every, _ = self._places
+        some, every, *_ = self._places
         if every is None:
             begins = [_begin(some.get(at), leaf.shape) for at, leaf in enumerate(self._whole.leaves)]
             every = [
@@ -117,10 +119,16 @@ class Offer:
         return self._whole._replace(leaves=leaves)
 
     def parcels(self, plan: Plan, copier: Copier) -> list[Any] | None:
-        """What to put, if the source has written all that this plan sends; else None."""
+        """What to put, if the source has written all that this plan sends; else None.
+
+        Raises:
+            OverflowError: a value does not fit where it goes.
+        """
         stowage, places = self.stowage, self._places
         if stowage is None or places.every is None or plan is not self.plan or self._count() < self._length:
             return None
+        for array, leaf_plan in places.cast:
+            checked(array, leaf_plan, self._number)
         if places.copied:
             copier.copy(places.copied)
         return stowage.every()
@@ -203,17 +211,18 @@ def _places(described: Described, plan: Plan, order: Sequence[int], stowage: Sto
     for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
         if at == len(whole):  # the mask, of a batch that is written whole
             copied[i] = np.ones(leaf_plan.shape, bool)
-        elif whole[at].dtype == leaf_plan.dtype:
-            place, shape = stowage.written(i), whole[at].shape
-            if place is not None and _begin(place, shape) is not None:
-                every[at] = some[at] = place
-            elif leaf_plan.made and shape == leaf_plan.shape:
-                if at not in beside:
-                    beside[at] = np.empty(shape, leaf_plan.dtype)
-                every[at] = copied[i] = beside[at]
+            continue
+        place = stowage.written(i) if whole[at].dtype == leaf_plan.dtype else None
+        if place is not None and _begin(place, whole[at].shape) is not None:
+            every[at] = some[at] = place
+        elif leaf_plan.made and whole[at].shape == leaf_plan.shape:
+            if at not in beside:
+                beside[at] = np.empty_like(whole[at], order="C")
+            every[at] = copied[i] = beside[at]
     if any(at not in every or every[at].shape != leaf.shape for at, leaf in enumerate(whole)):
-        return Places(some, None, [])
-    return Places(some, [every[at] for at in range(len(whole))], stowage.pairs(copied, copied))
+        return Places(some, None, [], [])
+    cast = [(copied[i], plan.leaves[i]) for i in plan.cast]
+    return Places(some, [every[at] for at in range(len(whole))], stowage.pairs(copied, copied), cast)
 
 
 def _begin(array: np.ndarray | None, shape: Sequence[int]) -> np.ndarray | None:

@@ -46,7 +46,12 @@ class Sorting:
         Raises:
             TypeError, OverflowError: a leaf cannot become what the plan has.
         """
-        if plan.plain and len(order) == len(leaves):
+        if plan.all_arrays:
+            if len(order) > len(leaves):
+                both = [*leaves, _mask(plan.leaves[order.index(len(leaves))], rows)]
+                leaves = [both[at] for at in order]
+            for i in plan.cast:
+                leaves[i] = checked(leaves[i], plan.leaves[i], number)
             return leaves, self._all_but_sent(plan, leaves)
         out: list[Any] = []
         copied: list[int] = []
@@ -63,7 +68,7 @@ class Sorting:
         return out, copied
 
     def _all_but_sent(self, plan: Plan, leaves: list[Any]) -> Sequence[int]:
-        """The same where all are arrays, in the plan's order and with its dtypes."""
+        """The same where all are arrays, in the plan's order."""
         whole = range(len(leaves))
         if not (self._fresh_buffers or self._fresh_tensors) or not (alone := [i for i in whole if i in plan.offsets]):
             return whole
@@ -102,4 +107,8 @@ def checked(leaf: Any, plan: LeafPlan, number: int) -> Any:
 
 def leaf_at(at: int, leaves: Sequence[Any], plan: LeafPlan, rows: Any) -> Any:
     """This leaf of the batch; one past the last is the mask, which says what rows are real."""
-    return leaves[at] if at < len(leaves) else np.arange(plan.shape[0]) < rows
+    return leaves[at] if at < len(leaves) else _mask(plan, rows)
+
+
+def _mask(plan: LeafPlan, rows: Any) -> np.ndarray:
+    return np.arange(plan.shape[0]) < rows

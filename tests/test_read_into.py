@@ -308,6 +308,23 @@ def test_leaves_split_along_another_axis_are_written_beside() -> None:
     assert len({written[0] for reads in source.passes for written in reads.written}) == 1
 
 
+@by_host_size
+def test_wide_integers_are_written_beside_and_looked_at_each_time(monkeypatch, host_size) -> None:
+    """What JAX narrows is converted on its way to where it is sent from; a value that does not fit is an error."""
+    sent = Sent(monkeypatch)
+    labels = np.arange(24, dtype=np.int64)
+    labels[20] = 1 << 40
+    source = Rows({"label": labels, "x": np.arange(24, dtype=np.float64)}, 8)
+    with prefetch_to_device(source, host_size=host_size) as batches:
+        first, second = next(batches), next(batches)
+        with pytest.raises(OverflowError, match="Batch 2, leaf label: 1099511627776 does not fit int32"):
+            next(batches)
+    assert first["label"].dtype == "int32"
+    assert_same([first, second], parts({"label": labels, "x": np.arange(24, dtype=np.float32)}, 8)[:2])
+    assert len(set(map(tuple, source.passes[0].written))) == 1
+    assert not {place for put in sent.addresses for place in put} & set(source.passes[0].written[0])
+
+
 # ---- what is a source, and when it ends
 
 

@@ -81,7 +81,8 @@ class Plan:
     host_bytes: int  # of these, with what lies between them
     foreign: tuple[int, ...]
     made: tuple[int, ...]  # made from host data
-    plain: bool  # every leaf is made from a NumPy array of its dtype
+    all_arrays: bool  # every leaf is made from a NumPy array
+    cast: tuple[int, ...]  # made from arrays of other dtypes
     transfer: Transfer
 
     @classmethod
@@ -112,7 +113,8 @@ class Plan:
             host_bytes=host_bytes,
             foreign=tuple(i for i, leaf in alone.items() if leaf.foreign),
             made=tuple(sizes),
-            plain=all(leaf.made and leaf.source is not None and leaf.source == leaf.dtype for leaf in leaves),
+            all_arrays=all(leaf.made and leaf.source is not None for leaf in leaves),
+            cast=tuple(i for i, leaf in enumerate(leaves) if leaf.source is not None and leaf.source != leaf.dtype),
             transfer=_transfer(targets, sizes.keys(), rows, context),
         )
 

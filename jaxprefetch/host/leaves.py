@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import copy
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -152,16 +153,22 @@ def check_range(leaf: Any, dtype: np.dtype, where: str) -> None:
     """
     if dtype.kind not in "iu" or not np.size(leaf):
         return
-    limits = np.iinfo(dtype)
-    cure = "Set jax_enable_x64 first, before anything of jaxprefetch is made, or map the values to a smaller range."
-    if dtype.itemsize == 8:
-        cure = "Map the values to a smaller range."
-    for value in (np.min(leaf), np.max(leaf)) if isinstance(leaf, np.ndarray) else (leaf,):
-        if not limits.min <= value <= limits.max:
+    least, most = _limits(dtype)
+    ends = (np.minimum.reduce(leaf, None), np.maximum.reduce(leaf, None)) if isinstance(leaf, np.ndarray) else (leaf,)
+    for value in map(int, ends):
+        if not least <= value <= most:
+            cure = "Set jax_enable_x64 first, before anything of jaxprefetch is made, or map the values to a smaller"
+            cure = "Map the values to a smaller" if dtype.itemsize == 8 else cure
             raise OverflowError(
                 f"{where}: {value} does not fit {dtype}, which is what JAX keeps such integers in now "
-                f"(64-bit types need x64). {cure}"
+                f"(64-bit types need x64). {cure} range."
             )
+
+
+@functools.cache
+def _limits(dtype: np.dtype) -> tuple[int, int]:
+    limits = np.iinfo(dtype)
+    return limits.min, limits.max
 
 
 def is_key(leaf: jax.Array) -> bool:
