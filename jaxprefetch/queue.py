@@ -91,8 +91,7 @@ class DeviceQueue(Generic[T]):
 
         Args:
             batch: a pytree with the structure, shapes and dtypes of the first one; leaves as for `prefetch_to_device`.
-            timeout: seconds to wait for room at most; 0 does not wait, `None` (or infinity) waits for as long as it
-                takes.
+            timeout: seconds to wait for room at most; 0 does not wait, `None` (or infinity) waits for ever.
 
         Blocking: for room, that is for consumers, until `timeout` or `close()`; then while the batch is copied.
 
@@ -114,8 +113,8 @@ class DeviceQueue(Generic[T]):
         """The oldest batch, on its devices.
 
         Args:
-            timeout: seconds to wait for a batch at most; 0 does not wait, `None` (or infinity) waits for as long as it
-                takes. Waits for the devices are not cut short by it.
+            timeout: seconds to wait for a batch at most; 0 does not wait, `None` (or infinity) waits for ever. Waits
+                for the devices are not cut short by it.
 
         Blocking: for producers and for other consumers, until `timeout` or `close()`; for room on the devices, and
             until the batch that was taken before this one has landed. A Ctrl-C loses nothing.
@@ -129,21 +128,22 @@ class DeviceQueue(Generic[T]):
         timeout = _timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         batch: Any = _NOTHING
+
+        def take() -> None:
+            nonlocal batch
+            if self._inbox.is_new:  # a clear() was interrupted
+                self._begin_anew()
+            if self._undelivered:
+                batch = self._undelivered[0]  # before it is gone from there
+                self._undelivered.popleft()
+            elif self._feed.has_next:  # else another thread has taken it
+                batch = self._take()
+            self._hold(batch)
+
         try:
             while batch is _NOTHING:
-                if not self._inbox.wait_for_item(_left(deadline)):
-                    raise Empty(f"get: no batch came within {timeout:g} s.")
-                with self._turn.taken(_left(deadline)) as mine:
-                    if not mine:
-                        raise Empty(f"get: other threads were first, and no batch was left within {timeout:g} s.")
-                    if self._inbox.is_new:  # a clear() was interrupted
-                        self._begin_anew()
-                    if self._undelivered:
-                        batch = self._undelivered[0]  # before it is gone from there
-                        self._undelivered.popleft()
-                    elif self._feed.has_next:  # else another thread has taken it
-                        batch = self._take()
-                    self._hold(batch)
+                if not (self._inbox.wait_for_item(_left(deadline)) and self._turn.run(take, _left(deadline))):
+                    raise Empty(f"get: no batch came within {timeout:g} s, or another thread took it.")
             self._inbox.changed()
             return batch
         except BaseException:  # a Ctrl-C may strike wherever a function begins, or a call into C returns
@@ -188,14 +188,16 @@ class DeviceQueue(Generic[T]):
         Blocking: for a consumer that is taking a batch, and until copies that have begun are done; the batches of
             consumers stay. A Ctrl-C leaves a queue that is cleared, or is as it was.
         """
-        with self._turn.taken():
-            try:
-                self._undelivered.clear()
-                for staged in self._inbox.start_over(self._feed.window.issued):
-                    staged.slot.free()
-                self._begin_anew()
-            finally:
-                self._inbox.changed()
+        self._turn.run(self._clear)
+
+    def _clear(self) -> None:
+        try:
+            self._undelivered.clear()
+            for staged in self._inbox.start_over(self._feed.window.issued):
+                staged.slot.free()
+            self._begin_anew()
+        finally:
+            self._inbox.changed()
 
     # ---- producers
 
@@ -291,8 +293,7 @@ class _ConsumersBatches(KeptBatches):
 
 def _timeout(value: Any) -> float | None:
     """So many seconds; None for ever, which is also what no clock counts to."""
-    timeout = None if value is None else seconds("timeout", value)
-    return None if timeout is None or timeout > TIMEOUT_MAX else timeout
+    return None if value is None or (timeout := seconds("timeout", value)) > TIMEOUT_MAX else timeout
 
 
 def _left(deadline: float | None) -> float | None:

@@ -3,16 +3,14 @@
 Synopsis:
 
     turn = Turn()
-    with turn.taken(timeout=1.0) as mine:
-        if mine:
-            ...
+    if not turn.run(work, timeout=1.0):
+        ...                              # others had it all the while
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from jaxprefetch.host.bells import Bells
 
@@ -24,12 +22,17 @@ class Turn:
         self._bells = Bells()
         self._holder: threading.Thread | None = None  # taken under the lock, given up by the holder
 
-    @contextlib.contextmanager
-    def taken(self, timeout: float | None = None) -> Iterator[bool]:
-        """Whether the turn is this thread's, within so many seconds. Blocking: that long."""
+    def run(self, work: Callable[[], None], timeout: float | None = None) -> bool:
+        """Calls `work` in this thread's turn; False when that did not come within so many seconds. Blocking: for it.
+
+        No context manager: one by `contextlib` would set the traceback of what is raised inside, which a frozen
+        dataclass refuses, and `__exit__` of another can be struck by a Ctrl-C before it has done anything.
+        """
         me = threading.current_thread()
         try:
-            yield self._bells.sleep_until(lambda: self._takes(me), timeout)
+            if its_turn := self._bells.sleep_until(lambda: self._takes(me), timeout):
+                work()
+            return its_turn
         finally:
             try:
                 self._give_up(me)

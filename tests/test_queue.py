@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import sys
 import threading
@@ -362,20 +363,52 @@ def test_a_put_on_the_devices_that_fails_is_the_end(monkeypatch: Any) -> None:
         queue.get()
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Refuses a traceback that is set by Python code."""
+
+    code: int
+
+
+@jax.tree_util.register_pytree_node_class
+class OnHostOnly:
+    """A node that refuses arrays on devices."""
+
+    def __init__(self, x: Any):
+        self.x = x
+
+    def tree_flatten(self) -> Any:
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> OnHostOnly:
+        if isinstance(children[0], jax.Array):
+            raise Frozen(3)
+        return cls(*children)
+
+
+def test_what_a_node_raises_arrives_as_it_is() -> None:
+    """Also an exception that is a frozen dataclass, each time."""
+    queue: DeviceQueue[Any] = DeviceQueue(2)
+    queue.put(OnHostOnly(np.zeros(3)))
+    for _ in range(2):
+        with pytest.raises(Frozen, match="3"):
+            queue.get(timeout=0)
+
+
 def test_a_ctrl_c_after_the_hand_out_loses_nothing(monkeypatch: Any) -> None:
     """The batch that was taken when it struck comes first at the next call."""
     queue = filled(DeviceQueue(3), 0, 1)
-    taken, struck = queue._turn.taken, []
+    run, struck = queue._turn.run, []
 
-    @contextlib.contextmanager
-    def torn(timeout: float | None = None) -> Any:
-        with taken(timeout) as mine:
-            yield mine
+    def torn(work: Callable[[], None], timeout: float | None = None) -> bool:
+        its_turn = run(work, timeout)
         if not struck:
             struck.append(True)
             raise KeyboardInterrupt
+        return its_turn
 
-    monkeypatch.setattr(queue._turn, "taken", torn)
+    monkeypatch.setattr(queue._turn, "run", torn)
     with pytest.raises(KeyboardInterrupt):
         queue.get()
     assert rest(queue) == [0, 1]
