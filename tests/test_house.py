@@ -48,7 +48,7 @@ def test_errors_imports_nothing_of_ours() -> None:
 def test_private_api_of_jax_has_its_places() -> None:
     """What JAX does not promise is looked for in three files, each of which has a tested way without it."""
     places = {
-        "transfer.py": ("jax._src.config", "jaxlib"),
+        "transfer.py": ("jax._src.lib", "jaxlib"),
         "pinning.py": ("jaxlib.version",),
         "service.py": ("jax._src.distributed",),
     }

@@ -12,7 +12,6 @@ takes their avals and prepared shards, for a tenth of the host time (3 against 3
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +26,13 @@ from jaxprefetch.device.context import Context, Device
 from jaxprefetch.device.placement import Target
 
 
-def _find_batched_put() -> tuple[Callable[..., jax.Array], Callable[[], contextlib.AbstractContextManager[Any]]] | None:
+def _find_batched_put() -> tuple[Callable[..., jax.Array], Callable[[], Any]] | None:
     try:
-        from jax._src.config import explicit_device_put_scope
+        from jax._src.lib import guard_lib
         from jaxlib import xla_client
 
-        return xla_client.batched_device_put, explicit_device_put_scope
+        guard_lib.thread_local_state().explicit_device_put  # noqa: B018 (it is there)
+        return xla_client.batched_device_put, guard_lib.thread_local_state
     except (ImportError, AttributeError):  # another JAX
         return None
 
@@ -117,12 +117,18 @@ class Transfer:
         self._templates = {i: _Template.of(arrays[i], self._rows.get(i), np.shape(leaves[i])) for i in made}
         self._rest = [i for i in self._loose if i not in made], tuple(placed), tuple(placed.values())
 
-    def _put_fast(self, leaves: Sequence[Any], templates: dict[int, _Template], put: Any, scope: Any) -> list[Any]:
+    def _put_fast(
+        self, leaves: Sequence[Any], templates: dict[int, _Template], put: Any, guards: Callable[[], Any]
+    ) -> list[Any]:
         loose, placed, shardings = self._rest
         out = self._put_public(leaves, loose, placed, shardings) if loose or placed else list(leaves)
-        with scope():
+        guard = guards()
+        before, guard.explicit_device_put = guard.explicit_device_put, True  # as in JAX's own `device_put`
+        try:
             for i, template in templates.items():
                 out[i] = template.put(out[i], put)
+        finally:
+            guard.explicit_device_put = before
         return out
 
     @np.errstate(all="ignore")  # numbers that are too large become infinite
