@@ -6,13 +6,14 @@ Synopsis:
     offer.rows.append(source.read_into(offer.out))
     staged = stager.stage(offer, 0, reserve)
 
-What differs from what is sent, by its dtype or because it lies in pieces there, is written beside it, into arrays that
-serve one batch after the other. What stays on the host, or is torn apart by padding, has an array of its own.
+What cannot be written where it is sent from (its dtype differs, it lies in pieces there, padding would tear it apart)
+is written beside it, into memory that serves one batch after the other. What stays on the host has an array of its own.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import numpy as np
 from jaxprefetch.device.plan import LeafPlan, Plan
 from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.leaves import zero_beyond
-from jaxprefetch.host.slots import Fresh, Slot
+from jaxprefetch.host.slots import ALIGNMENT, Fresh, Slot
 from jaxprefetch.layout import Layout, Parts
 from jaxprefetch.sorting import checked
 from jaxprefetch.stowage import Stowage
@@ -37,24 +38,43 @@ class Described(NamedTuple):
     layout: Layout
     length: int  # along the axis by which it is written
     rows: int | None  # by which it is split
-    beside: dict[int, np.ndarray]  # arrays for leaves that are copied from there, by one batch after the other
 
     def is_of(self, leaves: list[Any], treedef: Any) -> bool:
         """Whether the source gave the same again, in objects that do not change."""
         return (
-            self.spec is not None
-            and set(map(type, leaves)) == {jax.ShapeDtypeStruct}
+            set(map(type, leaves)) == {jax.ShapeDtypeStruct}
             and leaves == self.spec
             and treedef == self.whole.structure.treedef
         )
 
 
+class Beside:
+    """Memory beside the slots: sources write there what is copied before the next batch is written."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def arrays(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Arrays like these, one after another, in the same memory each time; it grows as far as it has to."""
+        starts = list(itertools.accumulate([-(-leaf.nbytes // ALIGNMENT) * ALIGNMENT for leaf in leaves], initial=0))
+        if starts[-1] > len(self._memory):
+            self._memory = Fresh().view(0, self._memory.dtype, (starts[-1],))
+        pieces = [self._memory[start : start + leaf.nbytes] for start, leaf in zip(starts, leaves, strict=False)]
+        return [piece.view(leaf.dtype).reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)]
+
+    def clear(self) -> None:
+        """Gives it up; it goes with the arrays in it."""
+        self._memory = self._memory[:0].copy()
+
+
 class Places(NamedTuple):
     """Arrays for the leaves of a batch."""
 
-    some: dict[int, np.ndarray]  # in the slot, with room for padding: of those that can be sent as they are written
-    every: list[np.ndarray] | None  # of all, there and beside it; None: some are new for each batch
-    copied: list[tuple[np.ndarray, np.ndarray]]  # where in the slot, and what, once each of them is written
+    some: dict[
+        int, np.ndarray
+    ]  # in the slot, by leaf of the plan, with room for padding: what is sent as it is written
+    written: dict[int, np.ndarray]  # by leaf of the batch: where these begin, or beside the slot
+    copied: list[tuple[np.ndarray, np.ndarray]] | None  # once all is written; None: then more has to be done
     cast: list[tuple[np.ndarray, LeafPlan]]  # of these, what has to fit into another dtype
 
 
@@ -67,6 +87,7 @@ class Offer:
         plan: of the whole batch, by which the slot is laid out; None: there is no slot.
         order: which leaf of the batch each leaf of the plan is.
         slot: where the batch is sent from.
+        beside: for what cannot be written there.
 
     Attributes:
         out: the tree of arrays that the source writes into.
@@ -74,31 +95,38 @@ class Offer:
         rows: what `read_into` has returned, once it has: a list, for an interrupt cannot tear its `extend` apart.
     """
 
-    def __init__(self, number: int, described: Described, plan: Plan | None, order: Sequence[int], slot: Slot | Fresh):
+    def __init__(
+        self,
+        number: int,
+        described: Described,
+        plan: Plan | None,
+        order: Sequence[int],
+        slot: Slot | Fresh,
+        beside: Beside,
+    ):
         self.plan, self.slot = plan, slot
         self.rows: list[Any] = []
         self._number, self._whole, self._length = number, described.whole, described.length
         self._layout = described.layout
         self.stowage: Stowage | None = None
-        self._places = Places({}, None, [], [])
+        self._places = Places({}, {}, None, [])
         if plan is not None:
             stowage = self.stowage = slot.once(plan, Stowage)
-            self._places = stowage.once(described, lambda: _places(described, plan, order, stowage))
-        some, every, *_ = self._places
-        if every is None:
-            begins = [_begin(some.get(at), leaf.shape) for at, leaf in enumerate(self._whole.leaves)]
-            every = [
-                np.empty(leaf.shape, leaf.dtype) if place is None else place
-                for place, leaf in zip(begins, self._whole.leaves, strict=True)
-            ]
-        self._written = every
-        self._given = [array.view() for array in every]  # a source may set shape, dtype or flags of what it was given
+            self._places = stowage.once(
+                described, lambda: _places(described.whole.leaves, plan, order, stowage, beside)
+            )
+        written = self._places.written
+        self._written = [
+            written[at] if at in written else np.empty(leaf.shape, leaf.dtype)
+            for at, leaf in enumerate(self._whole.leaves)
+        ]
+        self._given = [array.view() for array in self._written]  # a source may set shape, dtype or flags of these
         self.out = jax.tree_util.tree_unflatten(self._whole.structure.treedef, self._given)
 
     @property
     def layout(self) -> Layout | None:
         """Of what was written, if that is the whole batch as it was described."""
-        return self._layout if self._count() == self._length else None
+        return self._layout if self._count == self._length else None
 
     @property
     def ended(self) -> bool:
@@ -107,11 +135,11 @@ class Offer:
         Raises:
             TypeError, ValueError: what it returned is no number of rows that it can have written.
         """
-        return not self.rows or self._count() == 0
+        return not self.rows or self._count == 0
 
     def parts(self) -> Parts:
         """What was written: the leaves that are as long as the batch as far as the source has come, others whole."""
-        rows, length = self._count(), self._length
+        rows, length = self._count, self._length
         self._check_written()
         if rows == length:
             return self._whole._replace(leaves=self._written)
@@ -121,17 +149,19 @@ class Offer:
     def parcels(self, plan: Plan, copier: Copier) -> list[Any] | None:
         """What to put, if the source has written all that this plan sends; else None.
 
+        Blocking: until what was written beside the slot is copied there.
+
         Raises:
             OverflowError: a value does not fit where it goes.
         """
         stowage, places = self.stowage, self._places
-        if stowage is None or places.every is None or plan is not self.plan or self._count() < self._length:
+        if stowage is None or places.copied is None or plan is not self.plan:
             return None
         for array, leaf_plan in places.cast:
             checked(array, leaf_plan, self._number)
         if places.copied:
             copier.copy(places.copied)
-        return stowage.every()
+        return stowage.all_parcels()
 
     def is_laid_out_for(self, plan: Plan) -> bool:
         """Whether leaves of this plan have their places in the slot; else these may overlap with what was written."""
@@ -140,9 +170,9 @@ class Offer:
             return plan is offered
         return (plan.offsets, plan.packing) == (offered.offsets, offered.packing)
 
-    def in_place(self, at: int, leaf: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
-        """What to send for a leaf that lies in the slot: zero beyond its rows. None where it has to be copied."""
-        part = _begin(self._places.some.get(at), shape)
+    def in_place(self, i: int, leaf: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
+        """What to send for a leaf of a plan that lies in the slot, zero beyond its rows; None: it has to be copied."""
+        part = _begin(self._places.some.get(i), shape)
         if part is not None:
             zero_beyond(part, leaf.shape)
         return part
@@ -164,6 +194,7 @@ class Offer:
             "arrays that are there: out[name][:rows] = values."
         )
 
+    @functools.cached_property
     def _count(self) -> int:
         where = f"Batch {self._number}: read_into"
         try:
@@ -203,26 +234,29 @@ def _stand_in(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.broadcast_to(np.empty((), dtype), shape)
 
 
-def _places(described: Described, plan: Plan, order: Sequence[int], stowage: Stowage) -> Places:
-    whole, beside = described.whole.leaves, described.beside
+def _places(whole: Sequence[np.ndarray], plan: Plan, order: Sequence[int], stowage: Stowage, beside: Beside) -> Places:
     some: dict[int, np.ndarray] = {}
-    every: dict[int, np.ndarray] = {}
+    written: dict[int, np.ndarray] = {}
     copied: dict[int, np.ndarray] = {}  # by leaf of the plan
+    apart: list[int] = []
+    is_whole = True
     for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
         if at == len(whole):  # the mask, of a batch that is written whole
             copied[i] = np.ones(leaf_plan.shape, bool)
             continue
-        place = stowage.written(i) if whole[at].dtype == leaf_plan.dtype else None
-        if place is not None and _begin(place, whole[at].shape) is not None:
-            every[at] = some[at] = place
-        elif leaf_plan.made and whole[at].shape == leaf_plan.shape:
-            if at not in beside:
-                beside[at] = np.empty_like(whole[at], order="C")
-            every[at] = copied[i] = beside[at]
-    if any(at not in every or every[at].shape != leaf.shape for at, leaf in enumerate(whole)):
-        return Places(some, None, [], [])
-    cast = [(copied[i], plan.leaves[i]) for i in plan.cast]
-    return Places(some, [every[at] for at in range(len(whole))], stowage.pairs(copied, copied), cast)
+        leaf = whole[at]
+        place = stowage.written(i) if leaf.dtype == leaf_plan.dtype else None
+        begin = _begin(place, leaf.shape)
+        if place is not None and begin is not None:
+            some[i], written[at] = place, begin
+        elif leaf_plan.made:
+            apart.append(i)
+        is_whole = is_whole and leaf_plan.made and leaf.shape == leaf_plan.shape
+    for i, array in zip(apart, beside.arrays([whole[order[i]] for i in apart]), strict=True):
+        written[order[i]] = copied[i] = array
+    if not is_whole:
+        return Places(some, written, None, [])
+    return Places(some, written, stowage.pairs(copied, copied), [(copied[i], plan.leaves[i]) for i in plan.cast])
 
 
 def _begin(array: np.ndarray | None, shape: Sequence[int]) -> np.ndarray | None:

@@ -61,7 +61,8 @@ def prefetch_to_device(
         source: any iterable of batches (pytrees). Each pass yields what a `for` loop over it yields. The thread alone
             touches it from the first `next()` on, and closes its iterator. An iterator, or a source that cannot be
             iterated, may have `read_into(out)` instead of yielding batches: it writes each into the memory that it is
-            sent from, and no copy is made on the host; see `WritesBatches`. It serves one pass, as iterators do; an
+            sent from, and only what lies in another form there is copied (64-bit types without x64, leaves split along
+            inner axes, small ones on several devices); see `WritesBatches`. It serves one pass, as iterators do; an
             object whose `__iter__` makes a new one serves any number. `batched` makes such a source of samples.
         size: batches ahead of the loop, counting the one that is returned. 2 hides the copy; 3 helps when sizes or
             step times vary and the copy takes more than 0.7 of a step; with 1 the host still works ahead, but on a GPU

@@ -3,7 +3,8 @@
 Synopsis:
 
     sorting = Sorting(fresh_buffers=False, sent_directly=pinning.is_sent_directly)
-    leaves, copied = sorting.sort(plan, order, leaves, rows, number=0)
+    leaves = in_order(plan, order, leaves, rows)
+    leaves, copied = sorting.sort(plan, leaves, number=0)
 """
 
 from __future__ import annotations
@@ -35,29 +36,22 @@ class Sorting:
         self._fresh_tensors = fresh_tensors and not fresh_buffers
         self._sent_directly = sent_directly
 
-    def sort(
-        self, plan: Plan, order: Sequence[int], leaves: list[Any], rows: Any, number: int
-    ) -> tuple[list[Any], Sequence[int]]:
-        """The leaves in the plan's order, and which of them have to be copied.
-
-        Args:
-            order: which leaf of the batch each leaf of the plan is; one past the last is the mask of its rows.
+    def sort(self, plan: Plan, leaves: list[Any], number: int) -> tuple[list[Any], Sequence[int]]:
+        """The leaves of a plan, those that stay on the host as they are handed on, and which of them are to be copied.
 
         Raises:
             TypeError, OverflowError: a leaf cannot become what the plan has.
         """
-        if plan.all_arrays:
-            if len(order) > len(leaves):
-                both = [*leaves, _mask(plan.leaves[order.index(len(leaves))], rows)]
-                leaves = [both[at] for at in order]
+        if plan.all_arrays and set(map(type, leaves)) == {
+            np.ndarray
+        }:  # where some are padded, the source's may be JAX's
             for i in plan.cast:
-                leaves[i] = checked(leaves[i], plan.leaves[i], number)
+                checked(leaves[i], plan.leaves[i], number)
             return leaves, self._all_but_sent(plan, leaves)
         out: list[Any] = []
         copied: list[int] = []
         separate = Separate()
-        for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
-            leaf = leaf_at(at, leaves, leaf_plan, rows)
+        for i, (leaf, leaf_plan) in enumerate(zip(leaves, plan.leaves, strict=True)):
             if leaf_plan.target is None:
                 leaf = self._kept(leaf, separate)
             elif leaf_plan.made:
@@ -68,7 +62,7 @@ class Sorting:
         return out, copied
 
     def _all_but_sent(self, plan: Plan, leaves: list[Any]) -> Sequence[int]:
-        """The same where all are arrays, in the plan's order."""
+        """Which are to be copied where all are arrays."""
         whole = range(len(leaves))
         if not (self._fresh_buffers or self._fresh_tensors) or not (alone := [i for i in whole if i in plan.offsets]):
             return whole
@@ -105,10 +99,9 @@ def checked(leaf: Any, plan: LeafPlan, number: int) -> Any:
     return leaf
 
 
-def leaf_at(at: int, leaves: Sequence[Any], plan: LeafPlan, rows: Any) -> Any:
-    """This leaf of the batch; one past the last is the mask, which says what rows are real."""
-    return leaves[at] if at < len(leaves) else _mask(plan, rows)
-
-
-def _mask(plan: LeafPlan, rows: Any) -> np.ndarray:
-    return np.arange(plan.shape[0]) < rows
+def in_order(plan: Plan, order: Sequence[int], leaves: Sequence[Any], rows: Any) -> list[Any]:
+    """The leaves of a batch in the plan's order; one past the last is the mask, which says what rows are real."""
+    if len(order) == len(leaves):
+        return [*leaves]
+    both = [*leaves, np.arange(plan.leaves[order.index(len(leaves))].shape[0]) < rows]
+    return [both[at] for at in order]

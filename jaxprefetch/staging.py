@@ -32,10 +32,10 @@ from jaxprefetch.host.leaves import (
 from jaxprefetch.host.pipeline import Reserve
 from jaxprefetch.host.slots import Fresh, FreshMemory, Slot, Slots
 from jaxprefetch.layout import Layout, Parts, Staged, StagingOptions, Structure, check_first, named, signatures
-from jaxprefetch.offer import Described, Offer, stand_in
+from jaxprefetch.offer import Beside, Described, Offer, stand_in
 from jaxprefetch.recent import Recent
 from jaxprefetch.shapes import Shapes
-from jaxprefetch.sorting import Sorting, checked, leaf_at
+from jaxprefetch.sorting import Sorting, checked, in_order
 from jaxprefetch.stowage import Stowage
 
 FEW_BYTES = 1 << 20
@@ -84,6 +84,7 @@ class Stager:
         self._structures: Recent[Any, Structure] = Recent()  # by treedef
         self._layouts: Recent[Any, Layout] = Recent()  # by structure, leaves kept, shapes and dtypes
         self._described: Described | None = None  # what a source has described last
+        self._beside = Beside()
         self._shapes = shapes or Shapes(options.last_batch, options.batch_axis)
         self._fillers = Fillers() if options.pads_past_end else None
 
@@ -95,6 +96,7 @@ class Stager:
     def close(self) -> None:
         """Gives up the host memory that is free; the rest goes when its batches do."""
         self._memory.clear()
+        self._beside.clear()
 
     @property
     def rows(self) -> int | None:
@@ -141,10 +143,10 @@ class Stager:
         if room is not None:
             room = self._policy.room(room, described.layout.shards)
             if room is None:  # all that can be done with what is written is to leave it out
-                return Offer(number, described, None, (), Fresh())
+                return Offer(number, described, None, (), Fresh(), self._beside)
         plan, order = self._plan(described.layout, described.whole.leaves, room, number)
         reserve(plan.host_bytes)
-        return Offer(number, described, plan, order, self._memory.take(plan.host_bytes))
+        return Offer(number, described, plan, order, self._memory.take(plan.host_bytes), self._beside)
 
     def _describe(self, spec: Any, number: int) -> Described:
         spec = plain(spec)
@@ -157,13 +159,13 @@ class Stager:
         if (length := layout.length(leaves)) is None:
             raise ValueError(f"Batch {number}: element_spec has no leaf with an axis of rows. Describe whole batches.")
         repeats = not callable(self._options.keep_on_host)  # which may decide otherwise each time
-        return Described(described if repeats else None, whole, layout, length, layout.rows(leaves), {})
+        return Described(described if repeats else None, whole, layout, length, layout.rows(leaves))
 
     def _stage(self, raw: Any, number: int, reserve: Reserve) -> Staged | None:
         offer = raw if isinstance(raw, Offer) else None
         parts = self._apart(raw, number) if offer is None else offer.parts()
-        layout, leaves = (offer and offer.layout) or self._layout(parts, number), list(parts.leaves)
-        rows = deliver = layout.rows(leaves)
+        layout = (offer and offer.layout) or self._layout(parts, number)
+        rows = deliver = layout.rows(parts.leaves)
         if rows is not None:
             deliver = self._policy.admit(number, rows, layout.shards)
             if deliver is None:
@@ -172,16 +174,17 @@ class Stager:
                 return None
             if self._fillers is not None:
                 self._fillers.note(parts, rows, self._options.batch_axis)
-        plan, order = self._plan(layout, leaves, deliver, number)
+        plan, order = self._plan(layout, parts.leaves, deliver, number)
         self._shapes.compare(plan, number)
+        if offer is not None and (parcels := offer.parcels(plan, self._copier)) is not None:
+            return Staged(parcels, plan, offer.slot)
+        leaves = in_order(plan, order, parts.leaves, rows)
         if offer is None or offer.plan is None:
             reserve(plan.host_bytes)
-            return self._own(plan, order, leaves, rows, number)
-        if (parcels := offer.parcels(plan, self._copier)) is not None:
-            return Staged(parcels, plan, offer.slot)
+            return self._own(plan, leaves, number)
         reserve(-offer.plan.host_bytes)  # a batch must not wait for what it has itself
         reserve(plan.host_bytes)
-        return self._in_place(offer, plan, order, leaves, rows, number)
+        return self._in_place(offer, plan, leaves, number)
 
     def _plan(
         self, layout: Layout, leaves: Sequence[Any], deliver: int | None, number: int
@@ -239,16 +242,13 @@ class Stager:
             return fetch(leaf, where)  # this process's rows of a global array
         return leaf
 
-    def _in_place(
-        self, offer: Offer, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int
-    ) -> Staged:
-        """What the source has written, sent from where it lies; what cannot be is copied beside it."""
+    def _in_place(self, offer: Offer, plan: Plan, leaves: list[Any], number: int) -> Staged:
+        """What the source has written, sent from where it lies; what cannot be is copied."""
         as_offered = offer.is_laid_out_for(plan)
         out: list[Any] = []
         copied: list[int] = []
-        for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
-            leaf = leaf_at(at, leaves, leaf_plan, rows)
-            placed = offer.in_place(at, leaf, leaf_plan.shape) if as_offered or i in plan.offsets else None
+        for i, (leaf, leaf_plan) in enumerate(zip(leaves, plan.leaves, strict=True)):
+            placed = offer.in_place(i, leaf, leaf_plan.shape) if as_offered or i in plan.offsets else None
             if leaf_plan.made and placed is None:
                 leaf = checked(leaf, leaf_plan, number)
                 copied.append(i)
@@ -257,9 +257,9 @@ class Stager:
         parcels = self._copied(plan, out, copied, offer.slot if as_offered else Fresh(), stowage)
         return Staged(parcels, plan, offer.slot)
 
-    def _own(self, plan: Plan, order: tuple[int, ...], leaves: list[Any], rows: Any, number: int) -> Staged:
+    def _own(self, plan: Plan, leaves: list[Any], number: int) -> Staged:
         """Host memory of our own for every leaf that needs it."""
-        leaves, copied = self._sorting.sort(plan, order, leaves, rows, number)
+        leaves, copied = self._sorting.sort(plan, leaves, number)
         slot = self._take(plan, copied)
         try:
             return Staged(self._copied(plan, leaves, copied, slot), plan, slot)

@@ -70,7 +70,7 @@ class Stowage:
     def parcels(self, leaves: Sequence[Any], which: Sequence[int]) -> list[Any]:
         """What to put, of these leaves (each once) from here: a buffer at the end has those that travel packed."""
         if len(which) == len(leaves):
-            return self.every()
+            return self.all_parcels()
         out, sent = list(leaves), self.sent
         for i in which:
             out[i] = sent.get(i)
@@ -80,8 +80,8 @@ class Stowage:
             out.append(sent[len(self._plan.leaves)])
         return out
 
-    def every(self) -> list[Any]:
-        """The same if all leaves lie here."""
+    def all_parcels(self) -> list[Any]:
+        """What to put if all leaves lie here."""
         return list(self._all)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:

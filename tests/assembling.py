@@ -2,7 +2,8 @@
 
 sent = Sent(monkeypatch)                     # prefetchers made from now on have slots
 source = Rows({"x": images}, batch_size=8)   # read_into copies rows of these arrays
-sent.addresses                               # where the arrays of each batch lay when they were put
+sent.addresses                               # where the arrays of each batch lay when they were put, and
+sent.nbytes                                  # how large they were
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class Sent:
     def __init__(self, monkeypatch: Any):
         self.slots = Slots()
         self.addresses: list[list[int]] = []
+        self.nbytes: list[list[int]] = []
         put = Plan.put
 
         def noted(plan: Plan, leaves: Any) -> list[Any]:
-            sent = [i for i in plan.offsets if isinstance(leaves[i], np.ndarray)]
+            sent = [i for i in (*plan.offsets, *plan.by_shard) if isinstance(leaves[i], np.ndarray)]
             self.addresses.append([address(leaves[i]) for i in sent])
+            self.nbytes.append([leaves[i].nbytes for i in sent])
             return put(plan, [np.array(leaf) if i in sent else leaf for i, leaf in enumerate(leaves)])
 
         monkeypatch.setattr(Plan, "put", noted)

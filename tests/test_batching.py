@@ -260,12 +260,14 @@ def test_pad_along_another_axis(sharding: str | None) -> None:
         np.testing.assert_array_equal(np.asarray(out["mask"]), np.arange(8) < len(raw["y"]))
 
 
+@pytest.mark.parametrize("columns", [3, 300, 20_000])
 @pytest.mark.parametrize("delete_used", [False, True])
 @pytest.mark.parametrize("sharding", [None, "split"])
 @pytest.mark.parametrize("device", [None, 3])
-def test_pad_of_arrays_of_the_source(device: int | None, sharding: str | None, delete_used: bool) -> None:
+def test_pad_of_arrays_of_the_source(device: int | None, sharding: str | None, delete_used: bool, columns: int) -> None:
     """A jax.Array is padded into a new one where whole ones go; the source's own stays alive."""
-    made = [jax.device_put(rows(n), device and jax.devices()[device]) for n in (8, 5)]
+    target = device and jax.devices()[device]
+    made = [jax.device_put(np.tile(rows(n), columns), target) for n in (8, 5)]
     options = {"sharding": named("data") if sharding else None, "last_batch": "pad", "delete_used": delete_used}
     taken, placed = [], []
     with prefetch_to_device([{"x": array} for array in made], **options) as batches:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.device import packing
 from jaxprefetch.host import pipeline
+from jaxprefetch.host.copying import Copier
 
 by_host_size = pytest.mark.parametrize("host_size", [0, 4])
 
@@ -286,43 +287,145 @@ def test_small_leaves_on_a_mesh(monkeypatch, devices, last_batch) -> None:
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     with prefetch_to_device(source, sharding=sharding, last_batch=last_batch) as batches:
         for _ in range(2):
-            for out, raw in zip(batches, parts(source.arrays, 16), strict=True):
-                mask = np.arange(16) < len(raw["a"])
-                for name, leaf in raw.items():
-                    np.testing.assert_array_equal(np.asarray(out[name])[: len(leaf)], leaf)
-                assert last_batch == "error" or np.asarray(out["mask"]).tolist() == mask.tolist()
-    written = [places for reads in source.passes for places in reads.written[:3]]
+            assert_padded(batches, parts(source.arrays, 16), 16 if last_batch == "pad" else None)
+    written = written_of(source)
     if devices > 1:
         assert len(set(map(tuple, written))) == 1
-    for number, ((buffer,), places) in enumerate(zip(sent.addresses, written, strict=True)):
-        if devices == 1 and number % 3 < 2:  # a short one is laid out anew
-            assert all(buffer <= place < buffer + 1024 for place in places)
+    for number, ((buffer,), (nbytes,), places) in enumerate(zip(sent.addresses, sent.nbytes, written, strict=True)):
+        if devices > 1 or last_batch == "pad" or number % 3 < 2:  # else a short one is laid out anew
+            assert {buffer <= place < buffer + nbytes for place in places} == {devices == 1}
 
 
-def test_leaves_split_along_another_axis_are_written_beside() -> None:
+def written_of(source: Rows) -> list[list[int]]:
+    """Where the arrays of all batches lay that the source has written."""
+    return [places for reads in source.passes for places in reads.written[: -(-40 // 16)]]
+
+
+def assert_padded(batches: Any, expected: Any, rows: int | None) -> None:
+    """The same, and zeros and a mask up to so many rows; None: nothing was padded."""
+    for out, raw in zip(batches, expected, strict=True):
+        real = len(jax.tree.leaves(raw)[0])
+        mask = out.pop("mask", None)
+        assert (mask is None) == (rows is None)
+        assert mask is None or np.asarray(mask).tolist() == [i < real for i in range(rows or 0)]
+        for name, leaf in raw.items():
+            got = np.asarray(out[name])
+            np.testing.assert_array_equal(got[:real], leaf)
+            assert len(got) == (rows or real)
+            assert not got[real:].any()
+
+
+def test_leaves_split_along_another_axis_are_written_beside(monkeypatch) -> None:
     """Their shards lie apart where they are sent from: values of whole and short batches arrive."""
-    source = Rows({"x": np.arange(10 * 16, dtype=np.float32).reshape(10, 16)}, 4)
+    Sent(monkeypatch)
+    source = Rows({"x": np.arange(40 * 16, dtype=np.float32).reshape(40, 16)}, 16)
     with prefetch_to_device(source, sharding=split(None, "data")) as batches:
-        for _ in range(2):
-            assert_same(batches, parts(source.arrays, 4))
-    assert len({written[0] for reads in source.passes for written in reads.written}) == 1
+        for _ in range(3):
+            assert_same(batches, parts(source.arrays, 16))
+    assert len(set(map(tuple, written_of(source)))) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("keep", [None, "kept", lambda path, leaf: path == "kept"])
+@pytest.mark.parametrize("last_batch", ["error", "pad"])
+def test_wide_types_are_written_beside(monkeypatch, last_batch, keep, devices, packed) -> None:
+    """What JAX narrows is converted on its way to where it is sent from, out of the same memory in each batch."""
+    monkeypatch.setattr(packing, "PLATFORMS", ("cpu",) if packed else ())
+    Sent(monkeypatch)
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    wide = {"a": np.arange(40), "z": np.arange(80, dtype=np.float64).reshape(40, 2)}
+    source = Rows(wide | {"kept": np.arange(40), "same": np.arange(40, dtype=np.int32)}, 16)
+    options = {"sharding": NamedSharding(mesh, PartitionSpec("data")), "last_batch": last_batch, "keep_on_host": keep}
+    with prefetch_to_device(source, **options) as batches:
+        for _ in range(3):
+            expected = parts(source.arrays, 16)
+            if keep is None:
+                assert_padded(batches, expected, 16 if last_batch == "pad" else None)
+                continue
+            delivered = list(batches)
+            for out, raw in zip(delivered, expected, strict=True):
+                np.testing.assert_array_equal(out.pop("kept"), raw.pop("kept"))  # each has its own
+            assert_padded(delivered, expected, 16 if last_batch == "pad" else None)
+    assert len({(places[0], places[-1]) for places in written_of(source)}) == 1
 
 
 @by_host_size
-def test_wide_integers_are_written_beside_and_looked_at_each_time(monkeypatch, host_size) -> None:
-    """What JAX narrows is converted on its way to where it is sent from; a value that does not fit is an error."""
-    sent = Sent(monkeypatch)
-    labels = np.arange(24, dtype=np.int64)
-    labels[20] = 1 << 40
-    source = Rows({"label": labels, "x": np.arange(24, dtype=np.float64)}, 8)
-    with prefetch_to_device(source, host_size=host_size) as batches:
-        first, second = next(batches), next(batches)
-        with pytest.raises(OverflowError, match="Batch 2, leaf label: 1099511627776 does not fit int32"):
+@pytest.mark.parametrize("read", [True, False])
+def test_a_value_that_does_not_fit_names_its_leaf(monkeypatch, host_size, read) -> None:
+    """Each batch is looked at, as far as it has rows; the mask stands between the leaves."""
+    Sent(monkeypatch)
+    arrays = {"a": np.arange(20), "z": np.arange(20)}
+    arrays["z"][4] = arrays["a"][17] = 1 << 40
+    source = Rows(arrays, 8) if read else parts(arrays, 8)
+    with (
+        prefetch_to_device(source, host_size=host_size, last_batch="pad") as batches,
+        pytest.raises(OverflowError, match="Batch 0, leaf z: 1099511627776 does not fit int32"),
+    ):
+        next(batches)
+    arrays["z"][4] = 4
+    source = Rows(arrays, 8) if read else parts(arrays, 8)
+    with prefetch_to_device(source, host_size=host_size, last_batch="pad") as batches:
+        first = next(batches), next(batches)
+        with pytest.raises(OverflowError, match="Batch 2, leaf a: 1099511627776 does not fit int32"):
             next(batches)
-    assert first["label"].dtype == "int32"
-    assert_same([first, second], parts({"label": labels, "x": np.arange(24, dtype=np.float32)}, 8)[:2])
-    assert len(set(map(tuple, source.passes[0].written))) == 1
-    assert not {place for put in sent.addresses for place in put} & set(source.passes[0].written[0])
+    assert_padded(first, parts(arrays, 8)[:2], 8)
+
+
+def test_what_lies_beside_a_short_batch_is_not_looked_at(monkeypatch) -> None:
+    """Rows that the source has not written may hold anything."""
+    Sent(monkeypatch)
+
+    class Littering(Reads):
+        def read_into(self, out: Any) -> int:
+            rows = super().read_into(out)
+            out["a"][rows:] = 1 << 40
+            return rows
+
+    with prefetch_to_device(Littering({"a": np.arange(20)}, 8), last_batch="pad") as batches:
+        assert_padded(batches, parts({"a": np.arange(20)}, 8), 8)
+
+
+def test_descriptions_that_take_turns(monkeypatch) -> None:
+    """The same shapes under other keys are another batch."""
+    Sent(monkeypatch)
+
+    class Turns:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        @property
+        def element_spec(self) -> Any:
+            return {"ab"[self.calls % 2]: jax.ShapeDtypeStruct((4,), np.int64)}
+
+        def read_into(self, out: Any) -> int:
+            ((name, array),) = out.items()
+            array[:] = self.calls + 10 * (name == "b")
+            self.calls += 1
+            return 4 * (self.calls < 7)
+
+    with prefetch_to_device(Turns()) as batches:
+        assert [[(name, int(x[3])) for name, x in out.items()] for out in batches] == [
+            [("ab"[i % 2], i + 10 * (i % 2))] for i in range(6)
+        ]
+
+
+def test_a_kept_scalar_beside_wide_leaves(monkeypatch) -> None:
+    """A leaf that stays on the host has an array of its own in each batch."""
+    Sent(monkeypatch)
+
+    class Numbered:
+        def __init__(self) -> None:
+            self.element_spec = {"n": jax.ShapeDtypeStruct((), np.int64), "x": jax.ShapeDtypeStruct((4,), np.int64)}
+            self.calls = 0
+
+        def read_into(self, out: Any) -> int:
+            out["n"][...] = out["x"][:] = self.calls
+            self.calls += 1
+            return 4 * (self.calls < 5)
+
+    with prefetch_to_device(Numbered(), keep_on_host="n") as batches:
+        assert [(int(out["n"]), out["x"].tolist()) for out in list(batches)] == [(i, [i] * 4) for i in range(4)]
 
 
 # ---- what is a source, and when it ends
@@ -611,6 +714,27 @@ def test_an_interrupted_read_is_repeated() -> None:
     with prefetch_to_device(Interrupted(arrays(24), 8), host_size=0, size=1) as batches:
         taken = taken_through_two_interrupts(batches)
     assert_same(taken, parts(arrays(24), 8))
+
+
+def test_a_batch_whose_last_copy_was_interrupted_is_not_read_again(monkeypatch) -> None:
+    """A Ctrl-C may strike before what lies beside the slot is copied, or after some of it."""
+    Sent(monkeypatch)
+    copy, interrupts = Copier.copy, [0, 1]
+    copied = []
+
+    def struck(copier: Copier, pairs: Any) -> None:
+        copied.append(len(pairs))
+        if len(copied) > 1 and interrupts:
+            copy(copier, pairs[: interrupts.pop()])
+            raise KeyboardInterrupt
+        copy(copier, pairs)
+
+    monkeypatch.setattr(Copier, "copy", struck)
+    source = Reads({"x": np.arange(24), "y": np.arange(24)}, 8)
+    with prefetch_to_device(source, host_size=0, size=1) as batches:
+        taken = taken_through_two_interrupts(batches)
+    assert_same(taken, parts(source.arrays, 8))
+    assert (source.calls, copied) == (4, [2] * 5)
 
 
 def test_a_batch_whose_staging_was_interrupted_is_not_read_again() -> None:

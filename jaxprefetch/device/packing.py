@@ -69,7 +69,7 @@ class Packing:
 
     parts: tuple[Part, ...]
     target: Target
-    shape: tuple[int, ...]  # of the buffer: (devices, bytes), or (bytes,) for one device
+    shape: tuple[int, ...]  # of the buffer: (devices, bytes), or (bytes,) without a mesh
 
     @property
     def nbytes(self) -> int:

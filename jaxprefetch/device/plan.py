@@ -81,7 +81,7 @@ class Plan:
     host_bytes: int  # of these, with what lies between them
     foreign: tuple[int, ...]
     made: tuple[int, ...]  # made from host data
-    all_arrays: bool  # every leaf is made from a NumPy array
+    all_arrays: bool  # every leaf is made from a NumPy array or, padded, from one of JAX's
     cast: tuple[int, ...]  # made from arrays of other dtypes
     transfer: Transfer
 

@@ -157,11 +157,10 @@ def check_range(leaf: Any, dtype: np.dtype, where: str) -> None:
     ends = (np.minimum.reduce(leaf, None), np.maximum.reduce(leaf, None)) if isinstance(leaf, np.ndarray) else (leaf,)
     for value in map(int, ends):
         if not least <= value <= most:
-            cure = "Set jax_enable_x64 first, before anything of jaxprefetch is made, or map the values to a smaller"
-            cure = "Map the values to a smaller" if dtype.itemsize == 8 else cure
+            cure = "Set jax_enable_x64 first, before anything of jaxprefetch is made, or map"
             raise OverflowError(
-                f"{where}: {value} does not fit {dtype}, which is what JAX keeps such integers in now "
-                f"(64-bit types need x64). {cure} range."
+                f"{where}: {value} does not fit {dtype}, which is what JAX keeps such integers in now (64-bit types "
+                f"need x64). {'Map' if dtype.itemsize == 8 else cure} the values to a smaller range."
             )
 
 
