@@ -77,6 +77,7 @@ def prefetch_to_device(
             pulls `size` batches, each later one pulls one, and blocks as long as that takes.
         max_host_bytes: the most bytes of host memory for batches that have not landed; one always gets through. None:
             a quarter of what is free now, at least 256 MiB. On a GPU it is pinned memory, reused from batch to batch.
+            What `read_into` has copied, of one batch, comes on top.
         keep_on_host: leaves that are delivered as they are: paths (`"meta/name"`, also of whole subtrees) or a function
             `(path, leaf) -> bool`. Strings and other objects need it. Arrays of any library and writable buffers among
             them are copied, as the same type where that can be; other objects are handed on themselves.
