@@ -112,9 +112,7 @@ class Offer:
         self._places = Places({}, {}, None, [])
         if plan is not None:
             stowage = self.stowage = slot.once(plan, Stowage)
-            self._places = stowage.once(
-                described, lambda: _places(described.whole.leaves, plan, order, stowage, beside)
-            )
+            self._places = stowage.once(described, lambda: _places(described, plan, order, stowage, beside))
         written = self._places.written
         self._written = [
             written[at] if at in written else np.empty(leaf.shape, leaf.dtype)
@@ -234,7 +232,8 @@ def _stand_in(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.broadcast_to(np.empty((), dtype), shape)
 
 
-def _places(whole: Sequence[np.ndarray], plan: Plan, order: Sequence[int], stowage: Stowage, beside: Beside) -> Places:
+def _places(described: Described, plan: Plan, order: Sequence[int], stowage: Stowage, beside: Beside) -> Places:
+    whole = described.whole.leaves
     some: dict[int, np.ndarray] = {}
     written: dict[int, np.ndarray] = {}
     copied: dict[int, np.ndarray] = {}  # by leaf of the plan
@@ -242,7 +241,7 @@ def _places(whole: Sequence[np.ndarray], plan: Plan, order: Sequence[int], stowa
     is_whole = True
     for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
         if at == len(whole):  # the mask, of a batch that is written whole
-            copied[i] = np.ones(leaf_plan.shape, bool)
+            copied[i] = np.arange(leaf_plan.shape[0]) < (described.rows or 0)
             continue
         leaf = whole[at]
         place = stowage.written(i) if leaf.dtype == leaf_plan.dtype else None

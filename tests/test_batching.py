@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxprefetch import prefetch_to_device
+from jaxprefetch.host.batching import LastBatch
 
 P = PartitionSpec
 
@@ -77,6 +78,47 @@ def test_drop_of_a_short_batch_in_the_middle_is_an_error() -> None:
         next(batches)
         with pytest.raises(ValueError, match="Batch 2: 4 rows where batch 0 has 8, and it is not the last"):
             next(batches)
+
+
+@pytest.mark.parametrize("at", ["pull", "stage"])
+@pytest.mark.parametrize("counts", [(8, 8, 4, 8), (8, 8, 4, 8, 8, 8), (8, 8, 4)])
+def test_drop_after_a_ctrl_c_behind_the_short_batch(monkeypatch: Any, counts: tuple[int, ...], at: str) -> None:
+    """The short batch is not forgotten: an error where another follows, else the end; nothing comes after it."""
+    interrupts = [KeyboardInterrupt, KeyboardInterrupt]
+
+    def strike(number: int) -> None:
+        if number == 3 and interrupts:
+            raise interrupts.pop()
+
+    class Source:
+        def __init__(self) -> None:
+            self.pulled = 0
+
+        def __iter__(self) -> Source:
+            return self
+
+        def __next__(self) -> Any:
+            strike(self.pulled if at == "pull" else 0)
+            if self.pulled == len(counts):
+                raise StopIteration
+            self.pulled += 1
+            return batches_of(*counts)[self.pulled - 1]
+
+    admit = LastBatch.admit
+
+    def struck(policy: LastBatch, number: int, rows: int, shards: int) -> int | None:
+        strike(number if at == "stage" else 0)
+        return admit(policy, number, rows, shards)
+
+    monkeypatch.setattr(LastBatch, "admit", struck)
+    with prefetch_to_device(Source(), last_batch="drop", host_size=0, size=1) as batches:
+        assert [len(next(batches)["x"]) for _ in range(2)] == [8, 8]
+        while len(interrupts) > (2 if at == "stage" and len(counts) == 3 else 0):
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+        for _ in range(2):
+            with pytest.raises(StopIteration if len(counts) == 3 else ValueError, match=r"Batch 2: 4 rows|^$"):
+                next(batches)
 
 
 def test_drop_goes_by_the_rows_of_batch_0() -> None:

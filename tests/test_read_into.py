@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import tracemalloc
 import types
 from typing import Any, NamedTuple
 
@@ -137,6 +139,7 @@ class Changing(Reads):
     def read_into(self, out: Any) -> int:
         self.calls += 1
         jax.tree.map(np.copyto, out, self.batches[self.at])
+        self.written.append([address(leaf) for leaf in jax.tree.leaves(out)])
         self.at += 1
         return len(jax.tree.leaves(out)[0])
 
@@ -384,6 +387,49 @@ def test_what_lies_beside_a_short_batch_is_not_looked_at(monkeypatch) -> None:
 
     with prefetch_to_device(Littering({"a": np.arange(20)}, 8), last_batch="pad") as batches:
         assert_padded(batches, parts({"a": np.arange(20)}, 8), 8)
+
+
+def test_the_mask_of_a_leaf_that_tells_the_rows_by_chance(monkeypatch) -> None:
+    """A leaf without rows in batch 0 that has some later is the first with that axis; what it tells is the mask."""
+    Sent(monkeypatch)
+    batches = [{"a": np.ones((), np.float32), "b": np.arange(8)}, {"a": np.ones(6, np.float32), "b": np.arange(8)}]
+
+    class Taken:
+        def __init__(self) -> None:
+            self.ahead = list(batches)
+
+        @property
+        def element_spec(self) -> Any:
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (self.ahead or batches)[0])
+
+        def read_into(self, out: Any) -> int:
+            if not self.ahead:
+                return 0
+            raw = self.ahead.pop(0)
+            jax.tree.map(lambda to, array: np.copyto(to, array), out, raw)
+            return raw["a"].size if raw["a"].ndim else 8
+
+    for source in (batches, Taken()):
+        with prefetch_to_device(source, last_batch="pad") as taken:
+            assert [np.asarray(out["mask"]).tolist() for out in taken] == [[True] * 8, [True] * 6 + [False] * 2]
+
+
+@pytest.mark.parametrize("keep", [None, lambda path, leaf: False])
+def test_what_lies_beside_is_there_once(monkeypatch, keep) -> None:
+    """However often a source describes itself anew, with the same shapes or smaller ones; `close` gives it up."""
+    Sent(monkeypatch)
+    raw = [{"tokens": np.full((64, n), n), "z": np.full(64, n)} for n in (1000, 1000, 700, 1000, 800, 700) * 3]
+    source = Changing(raw)
+    tracemalloc.start()
+    try:
+        with prefetch_to_device(source, keep_on_host=keep) as batches:
+            assert_same(batches, raw)
+            batches.close()
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < raw[0]["tokens"].nbytes
+    finally:
+        tracemalloc.stop()
+    assert len({places[0] for places in source.written}) == 1
 
 
 def test_descriptions_that_take_turns(monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import mmap
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from test_interrupts import Strike
 
 from jaxprefetch.device.pinning import Pinning
 from jaxprefetch.device.plan import HOST_ALIGNMENT
+from jaxprefetch.host import copying
 from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.slots import ALIGNMENT, Fresh, Slots
 
@@ -255,6 +257,18 @@ def test_copies_are_whole(threads, leaf) -> None:
     copier.copy([(out, leaf), (small, np.arange(3))])
     np.testing.assert_array_equal(out, leaf)
     np.testing.assert_array_equal(small, np.arange(3))
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 8), (8, 4, 4), (8, 1), (8,)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_repeated_axes_are_copied_whole(monkeypatch, threads, shape) -> None:
+    """An axis of length 1 is repeated, and no copy is cut along it, also where it is the longest there."""
+    monkeypatch.setattr(copying, "PARALLEL_BYTES", 8)
+    monkeypatch.setattr(copying, "CHUNK_BYTES", 64)
+    leaf = np.arange(math.prod(shape[1:]), dtype=np.int64).reshape(1, *shape[1:])
+    out = np.zeros(shape, np.int64)
+    Copier(threads).copy([(out, leaf)])
+    np.testing.assert_array_equal(out, np.broadcast_to(leaf, shape))
 
 
 def test_a_forked_process_copies_as_well() -> None:

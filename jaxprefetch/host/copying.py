@@ -205,13 +205,19 @@ def _portions(pairs: Iterable[Pair], chunk: int) -> Iterable[list[Pair]]:
 
 
 def _chunks(out: np.ndarray, leaf: np.ndarray, chunk: int) -> list[Pair]:
-    """The same copy in pieces, along the flat array where both are contiguous, else along the longest axis."""
+    """The same copy in pieces, along the flat array where both are contiguous, else along an axis, the longest.
+
+    Not along one of length 1 that is repeated in `out`; where there are no others it is copied in one piece.
+    """
     pieces = -(-out.nbytes // chunk)
     if pieces < 2:
         return [(out, leaf)]
-    if out.flags.c_contiguous and leaf.flags.c_contiguous:
+    if out.shape == leaf.shape and out.flags.c_contiguous and leaf.flags.c_contiguous:
         out, leaf = out.reshape(-1), leaf.reshape(-1)
-    axis = max(range(out.ndim), key=lambda i: out.shape[i])
+    axes = [i for i in range(out.ndim) if out.shape[i] == leaf.shape[i]]
+    if not axes:
+        return [(out, leaf)]
+    axis = max(axes, key=lambda i: out.shape[i])
     step = -(-out.shape[axis] // pieces)
     before = (slice(None),) * axis
     parts = [(*before, slice(start, start + step)) for start in range(0, out.shape[axis], step)]

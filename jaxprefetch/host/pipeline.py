@@ -113,6 +113,7 @@ class Pipeline:
 
         Asked again for the same number, after an interrupt, it stages again what it has pulled.
         """
+        number = max(number, self._number)  # further on, where an interrupt struck behind one that was left out
         while self._end is None:
             try:
                 self._pull(number, reserve)
