@@ -68,14 +68,19 @@ class Beside:
 
 
 class Places(NamedTuple):
-    """Arrays for the leaves of a batch."""
+    """Arrays for the leaves of a batch.
 
-    some: dict[
-        int, np.ndarray
-    ]  # in the slot, by leaf of the plan, with room for padding: what is sent as it is written
-    written: dict[int, np.ndarray]  # by leaf of the batch: where these begin, or beside the slot
-    copied: list[tuple[np.ndarray, np.ndarray]] | None  # once all is written; None: then more has to be done
-    cast: list[tuple[np.ndarray, LeafPlan]]  # of these, what has to fit into another dtype
+    Attributes:
+        some: in the slot, with room for padding, by leaf of the plan: what is sent as it is written.
+        written: where these begin, or beside the slot, by leaf of the batch.
+        copied: from there into the slot, once all is written; None: then more has to be done.
+        cast: of these, what has to fit into another dtype.
+    """
+
+    some: dict[int, np.ndarray]
+    written: dict[int, np.ndarray]
+    copied: list[tuple[np.ndarray, np.ndarray]] | None
+    cast: list[tuple[np.ndarray, LeafPlan]]
 
 
 class Offer:

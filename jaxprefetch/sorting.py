@@ -42,9 +42,7 @@ class Sorting:
         Raises:
             TypeError, OverflowError: a leaf cannot become what the plan has.
         """
-        if plan.all_arrays and set(map(type, leaves)) == {
-            np.ndarray
-        }:  # where some are padded, the source's may be JAX's
+        if plan.all_made and set(map(type, leaves)) == {np.ndarray}:
             for i in plan.cast:
                 checked(leaves[i], plan.leaves[i], number)
             return leaves, self._all_but_sent(plan, leaves)

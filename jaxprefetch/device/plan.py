@@ -81,7 +81,7 @@ class Plan:
     host_bytes: int  # of these, with what lies between them
     foreign: tuple[int, ...]
     made: tuple[int, ...]  # made from host data
-    all_arrays: bool  # every leaf is made from a NumPy array or, padded, from one of JAX's
+    all_made: bool  # every leaf is
     cast: tuple[int, ...]  # made from arrays of other dtypes
     transfer: Transfer
 
@@ -113,7 +113,7 @@ class Plan:
             host_bytes=host_bytes,
             foreign=tuple(i for i, leaf in alone.items() if leaf.foreign),
             made=tuple(sizes),
-            all_arrays=all(leaf.made and leaf.source is not None for leaf in leaves),
+            all_made=all(leaf.made for leaf in leaves),
             cast=tuple(i for i, leaf in enumerate(leaves) if leaf.source is not None and leaf.source != leaf.dtype),
             transfer=_transfer(targets, sizes.keys(), rows, context),
         )
