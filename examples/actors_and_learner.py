@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxprefetch import DeviceQueue
+from jaxprefetch import DeviceQueue, QueueClosed
 
 STEPS = 60 if os.environ.get("JAXPREFETCH_SHORT") == "1" else 400
 ACTORS, ROWS, SCREEN, BUTTONS = 4, 256, 8, 4
@@ -30,16 +30,22 @@ class Policy:
 
 def act(seed, policy, queue):
     """Plays until the queue is closed. The queue bounds how far the actors are ahead of the learner."""
-    rng = np.random.default_rng(seed)
+    try:
+        play(np.random.default_rng(seed), policy, queue)
+    except QueueClosed:  # the learner is done
+        pass
+    finally:  # an actor that fails ends the others, and the learner's wait
+        queue.close()
+
+
+def play(rng, policy, queue):
+    """Puts one batch after the other."""
     while True:
         screen = rng.standard_normal((ROWS, SCREEN), np.float32)
         noise = rng.gumbel(size=(ROWS, BUTTONS)).astype(np.float32)
         pressed = np.argmax(screen @ policy.weights + noise, axis=1).astype(np.int32)
         reward = (pressed == np.argmax(screen @ RULE, axis=1)).astype(np.float32)
-        try:
-            queue.put({"screen": screen, "pressed": pressed, "reward": reward})
-        except ValueError:  # the learner is done
-            return
+        queue.put({"screen": screen, "pressed": pressed, "reward": reward})
 
 
 @jax.jit

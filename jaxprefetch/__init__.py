@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxprefetch.checkpoints import Checkpoints
     from jaxprefetch.evaluation import evaluate
     from jaxprefetch.fetch import HostFetcher, fetch_to_host
+    from jaxprefetch.host.inbox import QueueClosed
     from jaxprefetch.host.source import WritesBatches
     from jaxprefetch.loop import TrainSummary, train_loop
     from jaxprefetch.prefetch import prefetch_to_device
@@ -34,6 +35,7 @@ __all__ = [
     "DeviceQueue",
     "HostFetcher",
     "PrefetchStatistics",
+    "QueueClosed",
     "TrainSummary",
     "WritesBatches",
     "batched",
@@ -52,6 +54,7 @@ _WHERE = {
     "DeviceQueue": "queue",
     "HostFetcher": "fetch",
     "PrefetchStatistics": "statistics",
+    "QueueClosed": "host.inbox",
     "TrainSummary": "loop",
     "WritesBatches": "host.source",
     "batched": "samples",

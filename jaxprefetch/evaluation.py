@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxprefetch.arguments import check_function, refuse_options
+from jaxprefetch.device.placement import warn_of_one_device
 from jaxprefetch.errors import source_with_options
 from jaxprefetch.host.source import MakesReaders, WritesBatches
 from jaxprefetch.late import LateMetrics
@@ -92,6 +93,8 @@ def _totals(step: Callable[[Any, Any], Any], state: Any, batches: Iterable[Any],
     totals = None
     for batch in batches:
         mask = _mask(batch, mask_key)
+        if totals is None:
+            warn_of_one_device(state, batch)
         if (metrics := step(state, batch)) is None:
             raise TypeError(
                 "evaluate: step returned None, expected metrics. Let it return those, or {} if it has none."

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 from jaxprefetch.arguments import check_function, integer, refuse_options
 from jaxprefetch.cadence import Every, cadence
 from jaxprefetch.checkpoints import Checkpoints
+from jaxprefetch.device.placement import warn_of_one_device
 from jaxprefetch.errors import add_note, source_with_options
 from jaxprefetch.host.source import MakesReaders, WritesBatches
 from jaxprefetch.metrics import Hook, MetricsDelivery
@@ -230,6 +231,8 @@ class _Run:
 
     def _step(self, batch: Any) -> None:
         number = self.done + 1
+        if number == self.resumed_from + 1:
+            warn_of_one_device(self.state, batch)
         try:
             result = self.step(self.state, batch)
             if type(result) is not tuple or len(result) != 2:

@@ -84,9 +84,10 @@ def prefetch_to_device(
         last_batch: `"error"` refuses a batch whose rows do not divide over the devices and delivers all others.
             `"drop"` leaves out a last batch with fewer rows than batch 0. `"pad"` gives every batch the rows of batch
             0, rounded up to the devices and filled with zeros, and a boolean mask of the real ones: at `mask_key` of a
-            dict, OrderedDict or defaultdict, else the batch becomes `(batch, mask)`. The rows are those of the first
-            leaf whose sharding splits `batch_axis`; where none does, of all leaves that have this axis, and to drop or
-            pad these must then agree. Leaves that are not as long in batch 0 are never padded.
+            dict, OrderedDict or defaultdict, else the batch becomes `(batch, mask)`. A loss has to go by it:
+            `jnp.mean(losses, where=batch["mask"])`. The rows are those of the first leaf whose sharding splits
+            `batch_axis`; where none does, of all leaves that have this axis, and to drop or pad these must then agree.
+            Leaves that are not as long in batch 0, or stay on the host, are never padded.
         mask_key: where `"pad"` puts the mask in dict batches; sorts among their keys.
         batch_axis: the axis of rows.
         delete_used: batch k is deleted when batch k+1 is asked for: one batch of device memory less. Loops that look
@@ -98,8 +99,9 @@ def prefetch_to_device(
         on_device: a function from batch to batch that JAX can trace (cast, normalise, augment): it runs on the devices
             as part of `next()`, behind the step before, so that uint8 crosses the link and bfloat16 feeds the step.
             It is compiled for each structure of batches, with `default_device` and x64 as they are now and no other
-            context of JAX's. Leaves that stay on the host pass by it: it may move them or leave them out. Its outputs
-            count towards `max_bytes` from the hand-out on, beside what it was made from.
+            context of JAX's, so what it draws by NumPy is a constant: yield a number with each batch, and draw by
+            `jax.random.key(batch["seed"])`. Leaves that stay on the host pass by it: it may move them or leave them
+            out. Its outputs count towards `max_bytes` from the hand-out on, beside what it was made from.
         resume: `"replay"` is for `set_state` with sources that keep no state of their own. It promises that a newly
             made source yields the same batches again, in the same order, pass by pass; it is then gone through once
             more up to the place. Grain's iterators and torchdata's loaders need no promise.

@@ -32,7 +32,7 @@ from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.device.placement import Placement
 from jaxprefetch.device.window import Window
 from jaxprefetch.errors import WithoutOptions
-from jaxprefetch.host.inbox import Closed, Inbox
+from jaxprefetch.host.inbox import Inbox, QueueClosed
 from jaxprefetch.host.memory import default_host_bytes
 from jaxprefetch.layout import Staged, StagingOptions
 from jaxprefetch.shapes import Alike
@@ -97,17 +97,17 @@ class DeviceQueue(Generic[T]):
 
         Raises:
             queue.Full: there was no room within `timeout`.
-            ValueError: the queue was closed, or has failed; or the batch is not like the others, or does not go where
-                it should. Nothing has changed then.
+            QueueClosed: (a ValueError) the queue was closed, or has failed.
+            ValueError: the batch is not like the others, or does not go where it should; nothing has changed.
             TypeError, OverflowError: a leaf cannot go to a device; nothing has changed.
         """
         timeout = _timeout(timeout)
         try:
             if not self._put(batch, timeout):
                 raise Full(f"put: the queue had no room within {timeout:g} s. Take batches faster, or wait longer.")
-        except Closed:
+        except QueueClosed:
             why = "is closed" if self._feed.error is None else f"has failed, and get() raises {self._feed.error!r}"
-            raise ValueError(f"put: this queue {why}. Make a new one.") from None
+            raise QueueClosed(f"put: this queue {why}. Make a new one.") from None
 
     def get(self, timeout: float | None = None) -> T:
         """The oldest batch, on its devices.
@@ -178,7 +178,7 @@ class DeviceQueue(Generic[T]):
     def close(self) -> None:
         """The end: nothing can be put any more, and waiting producers are refused; what is here can still be taken.
 
-        Never blocks; safe in finalisers and signal handlers.
+        Never blocks; safe in finalisers and signal handlers. Producers that fail call it, or who gets waits for them.
         """
         self._inbox.close()
 

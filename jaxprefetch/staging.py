@@ -115,7 +115,7 @@ class Stager:
         Raises:
             TypeError, ValueError: `spec` is no such description, or such a batch cannot go where it should.
         """
-        with Noted(f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}"):
+        with Noted(f"jaxprefetch: raised while batch {number} was staged", unless="Batch "):
             return self._offer(spec, number, reserve)
 
     def stage(self, raw: Any, number: int, reserve: Reserve) -> Staged | None:
@@ -127,7 +127,7 @@ class Stager:
             TypeError, ValueError, OverflowError: the batch cannot go where it should; names the batch and the leaf.
             Exception: what a leaf, a node or the predicate of `keep_on_host` raises, with the batch in a note.
         """
-        with Noted(f"jaxprefetch: raised while batch {number} was staged", unless=f"Batch {number}"):
+        with Noted(f"jaxprefetch: raised while batch {number} was staged", unless="Batch "):
             return self._stage(raw, number, reserve)
 
     def filler(self, number: int) -> Staged | None:

@@ -42,11 +42,13 @@ prefetch_to_device(source, on_device="cast")
 prefetch_to_device(source, resume="state")
     ValueError: resume: | got 'state' | None or 'replay' | =
 prefetch_to_device(source, sharding="data")
-    TypeError: sharding: | got str 'data' | None, a Device, a Sharding, a PartitionSpec or a pytree | =
+    TypeError: sharding: | got str 'data' | None, a Device, a Sharding | pass NamedSharding(mesh, PartitionSpec('data'))
 prefetch_to_device(source, sharding=mesh)
     TypeError: sharding: | got Mesh | a Sharding, a PartitionSpec | pass NamedSharding(mesh, PartitionSpec("data"))
 prefetch_to_device(source, sharding=P("data"))
     ValueError: sharding= | 'data' | needs a mesh in force | pass NamedSharding(mesh, spec)
+with_mesh(source, sharding=P("batch"))
+    ValueError: sharding: | 'batch' | axes of the mesh are data | Pass a PartitionSpec of these
 prefetch_to_device(source, sharding=NamedSharding(mesh, P(P.UNCONSTRAINED)))
     ValueError: sharding: | UNCONSTRAINED | needs a definite place on each axis | =
 prefetch_to_device({"x": rows})
@@ -189,7 +191,7 @@ first(good, on_device=lambda batch: None)
 first(good, sharding={"y": None})
     ValueError: Batch 0: sharding is not a prefix: | got x: y is missing, x is too many | expected y | Yield the keys
 first(good, sharding=jax.devices())
-    ValueError: Batch 0: | got x | expected 0, 1, 2 | several devices need NamedSharding(mesh, PartitionSpec('data'))
+    ValueError: Batch 0: | sharding is a list of 8 devices | one for each part | pass NamedSharding(mesh, PartitionSpec
 first((rows, rows), sharding=[split, split])
     ValueError: Batch 0: sharding is not a prefix: | it is a list | the batch a tuple | Pass a tuple
 first(good, mask_key=3, last_batch="pad")

@@ -54,6 +54,12 @@ class Writes:
         return self._returns
 
 
+def with_mesh(source: Any, **options: Any) -> Any:
+    """A prefetcher made under a mesh of one axis, `data`."""
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()), ("data",))):
+        return jaxprefetch.prefetch_to_device(source, **options)
+
+
 class Reader:
     """Writes nothing, and describes its batches as it is told to, or not at all."""
 
@@ -98,6 +104,7 @@ def given(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         **{"source": source, "good": GOOD, "rows": GOOD["x"], "deleted": deleted, "step": step, "folder": folder},
         "split": NamedSharding(mesh, P("data")),
         "spec": {"x": jax.ShapeDtypeStruct((ROWS,), np.float32)},
+        "with_mesh": with_mesh,
         "Reader": Reader,
         "source_of": lambda made: Following(prefetch(Passes(made)), 0),
         "first": lambda bad, **options: Following(prefetch([bad], **options), 0),

@@ -37,6 +37,16 @@ def test_values_of_rows_are_averaged_over_real_rows(sharding):
     assert step._cache_size() == 1
 
 
+def test_batches_on_one_device_of_the_states_are_said(caplog):
+    """A forgotten sharding works, but all devices do the same: once an evaluation, and not where one is given."""
+    state = jax.device_put(np.float32(2), NamedSharding(over_devices().mesh, PartitionSpec()))
+    step = jax.jit(lambda state, batch: batch["x"] * state)
+    for sharding, times in ((None, 1), (over_devices(), 0)):
+        caplog.clear()
+        assert evaluate(step, state, batches(), sharding=sharding)["loss"] == pytest.approx(2 * ROWS.mean())
+        assert caplog.text.count("the state is on 8 devices and the batches are on one") == times
+
+
 def test_scalars_count_as_often_as_there_are_rows():
     """A mean over a batch's real rows is weighted by their number."""
 

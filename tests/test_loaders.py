@@ -115,20 +115,38 @@ def test_other_forks_are_no_concern(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("made", "name"), [({"a": {"x": [1.0] * 16}}, "a/x is"), ([1] * 20, "it is"), ({"x": [[0] * 16]}, "x/0 is")]
+    ("made", "name"),
+    [
+        ({"a": {"x": [1.0] * 16}}, "a/x is"),
+        ([1] * 20, "it is"),
+        ({"x": [[0] * 16]}, "x/0 is"),
+        ({"x": [np.int64(1)] * 16}, "x is"),
+    ],
 )
 def test_lists_of_numbers_are_said_with_the_cure(made, name, caplog):
-    """A list of many Python numbers becomes as many arrays, which is said once, unless it stays on the host."""
+    """A list of many numbers becomes as many arrays, which is said once, unless it stays on the host."""
     with prefetch_to_device([made] * 3) as batches:
         assert jax.tree.structure(list(batches)) == jax.tree.structure([made] * 3)
     assert caplog.text.count(f"{name} a list of") == 1
-    assert "Python numbers" in caplog.text
+    assert "numbers, each of which" in caplog.text
     caplog.clear()
-    keep = {"a/x is": "a", "x/0 is": "x"}.get(name)
+    keep = {"a/x is": "a", "x/0 is": "x", "x is": "x"}.get(name)
     if keep:
         assert list(prefetch_to_device([made], keep_on_host=keep)) == [made]
     assert len(list(prefetch_to_device([[1] * 15]))) == 1
-    assert "Python numbers" not in caplog.text
+    assert "numbers, each of which" not in caplog.text
+
+
+@pytest.mark.parametrize("sample", [{"f": np.ones(4), "y": np.int64(1)}, np.ones(4), [1.0, 2.0]])
+def test_a_list_of_samples_is_said_with_the_cure(sample, caplog):
+    """What was to be stacked is sent part by part, which is said once; parts that differ, or few, are a batch."""
+    assert len(list(prefetch_to_device([[sample] * 16] * 3))) == 3
+    assert caplog.text.count("batch 0 is a list of 16 trees alike") == 1
+    assert "pass batched(samples, 16)" in caplog.text
+    caplog.clear()
+    others = [sample] * 15, [*[sample] * 15, np.ones(3)], (sample,) * 16, {"x": [sample] * 16}
+    assert [len(list(prefetch_to_device([other]))) for other in others] == [1] * 4
+    assert not caplog.text
 
 
 def test_threads_and_iterators_of_a_pass_are_gone_after_it():

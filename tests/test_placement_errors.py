@@ -89,12 +89,12 @@ def test_a_prefix_that_does_not_match_is_an_error(prefix: Any, told: str) -> Non
         (
             jax.devices(),
             {"x": 1},
-            r": several devices need NamedSharding\(.*; as it is, .* got x: .* for all leaves\.$",
+            r": sharding is a list of 8 devices, one for each part .* over them pass NamedSharding\(mesh, ",
         ),
         (
             tuple(jax.devices()[:2]),
             [1, 2],
-            ": several devices need .*; as it is, .* is a tuple, the batch a list. Pass",
+            ": sharding is a list of 2 devices, one for each part",
         ),
         (
             {},
@@ -140,8 +140,8 @@ def test_rows_that_do_not_divide_are_an_error(kept: list[int]) -> None:
     source = [{"image": {"rgb": np.zeros((rows, 3))}} for rows in (*([8] * len(kept)), 6)]
     text = (
         f"Batch {len(kept)}, leaf image/rgb: axis 0 has 6 rows; the 4 devices along mesh axis 'data' need a multiple "
-        "of 4. prefetch_to_device(..., last_batch='pad') fills a short last batch up, 'drop' leaves it out; else batch "
-        "to a multiple of 4."
+        "of 4. prefetch_to_device(..., last_batch='pad') fills a short last batch up and adds a mask, 'drop' leaves it "
+        "out; else batch to a multiple of 4."
     )
     with prefetch_to_device(source, sharding=named("data")) as batches:
         for _ in kept:

@@ -550,6 +550,24 @@ def test_an_iter_that_makes_no_pass_is_an_error(made, match) -> None:
         next(batches)
 
 
+def test_read_into_beside_a_generator_is_said(caplog) -> None:
+    """What `__iter__` returns is iterated, pass by pass, and that read_into is not called is said once."""
+
+    class Both(Rows):
+        element_spec = jax.ShapeDtypeStruct((8,), np.float32)
+
+        def read_into(self, out: Any) -> int:
+            raise AssertionError("__iter__ makes the passes")
+
+        def __iter__(self) -> Any:
+            yield from parts(self.arrays, 8)
+
+    with prefetch_to_device(Both(arrays(16), 8)) as batches:
+        for _ in range(2):
+            assert_same(batches, parts(arrays(16), 8))
+    assert caplog.text.count("a Both has read_into, but its __iter__ returns a generator that has none") == 1
+
+
 def test_element_spec_alone_makes_no_such_source() -> None:
     """Loaders that describe their elements without read_into are iterated."""
 

@@ -52,6 +52,18 @@ def run(source=None, step=step, **options):
 # ---- steps and metrics
 
 
+def test_batches_on_one_device_of_the_states_are_said(caplog):
+    """A forgotten sharding is warned of at the first step; arrays of the source's own place are not."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    split, replicated = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["data"], []))
+    state, rows = jax.device_put(np.float32(0), replicated), [batch(n, 8) for n in range(5)]
+    placed = [jax.device_put(each, split) for each in rows]
+    for source, options, times in ((rows, {}, 1), (rows, {"sharding": split}, 0), (placed, {}, 0)):
+        caplog.clear()
+        assert float(train_loop(step, state, source, num_steps=5, progress=False, **options)[0]) == 8 * 10
+        assert caplog.text.count("the state is on 8 devices and the batches are on one") == times
+
+
 def test_every_step_is_run_and_logged_with_its_own_metrics():
     """Hooks get each step's metrics as floats, in order, with the step's number."""
     state, summary, seen = run(num_steps=20)

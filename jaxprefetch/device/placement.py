@@ -9,6 +9,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxprefetch.device.context import Context, Device, default_device
-from jaxprefetch.errors import difference, typed
+from jaxprefetch.errors import difference, some, typed
+
+logger = logging.getLogger("jaxprefetch")
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,11 @@ class Placement:
         """What is said where the argument is no prefix of the batch."""
         given, named = self._given, "NamedSharding(mesh, PartitionSpec('data'))"
         listed = isinstance(given, (list, tuple))
-        first, last = "", f"; for several devices {named}"
         if listed and len(given) > 1 and all(isinstance(device, jax.Device) for device in given):
-            first, last = f"several devices need {named}; as it is, ", ""
+            return (
+                f"sharding is a list of {len(given)} devices, one for each part of a batch that is such a list. To "
+                f"split rows over them pass {named}, with mesh = Mesh(devices, ('data',))."
+            )
         told, cure = self._difference(batch), "Yield the keys that it has"
         if listed and isinstance(batch, (list, tuple)) and type(given) is not type(batch):
             kind = type(batch).__name__
@@ -135,7 +140,8 @@ class Placement:
         elif not told:
             told = f"{self._prefix} of {jax.tree_util.tree_structure(batch)}"
             cure = "Pass the batch's own structure"
-        return f"{first}sharding is not a prefix: {told}. {cure}, or pass one sharding for all leaves{last}."
+        last = f"or pass one sharding for all leaves; for several devices {named}"
+        return f"sharding is not a prefix: {told}. {cure}, {last}."
 
     def _difference(self, batch: Any) -> str:
         """In paths; leaves of the batch below one of the prefix count as that one."""
@@ -158,6 +164,20 @@ def local_devices(sharding: Sharding) -> list[Device]:
     return sorted(sharding.addressable_devices, key=lambda device: device.id)
 
 
+def warn_of_one_device(state: Any, batch: Any) -> None:
+    """Says that the state is on several devices, to which each step then copies a batch that went to one."""
+    held, given = (
+        [leaf for leaf in jax.tree_util.tree_leaves(tree) if isinstance(leaf, jax.Array)] for tree in (state, batch)
+    )
+    devices = max((len(leaf.sharding.device_set) for leaf in held), default=0)
+    if devices > 1 and given and not any(leaf.committed for leaf in given):
+        logger.warning(
+            "jaxprefetch: the state is on %d devices and the batches are on one, so that each step copies them to the "
+            'others and all do the same. Pass sharding=NamedSharding(mesh, PartitionSpec("data")) with the source.',
+            devices,
+        )
+
+
 def _is_placement(x: Any) -> bool:
     return x is None or isinstance(x, (Sharding, jax.Device, PartitionSpec))
 
@@ -169,28 +189,36 @@ def _resolve(leaf: Any) -> Target:
         return Target(SingleDeviceSharding(leaf))
     if isinstance(leaf, Sharding):
         if isinstance(leaf, NamedSharding):
-            _check_spec(leaf.spec)
+            _check_spec(leaf.spec, leaf.mesh)
             if not isinstance(leaf.mesh, Mesh):
                 raise ValueError(f"sharding={leaf} has an abstract mesh, without devices. Pass a mesh of devices.")
         return Target(leaf)
     if isinstance(leaf, PartitionSpec):
-        _check_spec(leaf)
         mesh = jax.sharding.get_mesh()
         if mesh.empty or not isinstance(mesh, Mesh):
             raise ValueError(
                 f"sharding={leaf} needs a mesh in force: call within `with jax.set_mesh(mesh):`, "
                 "or pass NamedSharding(mesh, spec)."
             )
+        _check_spec(leaf, mesh)
         return Target(NamedSharding(mesh, leaf))
     cure = ""
     if isinstance(leaf, (Mesh, AbstractMesh)):
         axes = leaf.axis_names or ("data",)
         cure = f' To split axis 0 over it pass NamedSharding(mesh, PartitionSpec("{axes[0]}")).'
+    elif isinstance(leaf, str):
+        cure = f" For an axis of a mesh pass NamedSharding(mesh, PartitionSpec({leaf!r}))."
     raise TypeError(
         f"sharding: expected None, a Device, a Sharding, a PartitionSpec or a pytree of these, got {typed(leaf)}.{cure}"
     )
 
 
-def _check_spec(spec: PartitionSpec) -> None:
+def _check_spec(spec: PartitionSpec, mesh: Any) -> None:
+    names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
+    if missing := [name for name in names if isinstance(name, str) and name not in mesh.axis_names]:
+        raise ValueError(
+            f"sharding: {spec} names {missing[0]!r}, but the axes of the mesh are {some(mesh.axis_names)}. Pass a "
+            "PartitionSpec of these."
+        )
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
         raise ValueError(f"sharding: {spec} leaves an axis unconstrained; a batch needs a definite place on each axis.")

@@ -228,8 +228,8 @@ def check_splits(target: Target, shape: Sequence[int], where: str, batch_axis: i
         if n % shards:
             names = " x ".join(repr(name) for name in target.mesh_axes(axis))
             cure = (
-                f"{OPTION}last_batch='pad') fills a short last batch up, 'drop' leaves it out; else batch to a "
-                f"multiple of {shards}."
+                f"{OPTION}last_batch='pad') fills a short last batch up and adds a mask, 'drop' leaves it out; else "
+                f"batch to a multiple of {shards}."
             )
             if axis == batch_axis and rows not in (None, n):
                 cure = f"Other leaves have {rows}: give all leaves of a batch that are split by rows the same number."

@@ -26,8 +26,8 @@ from jaxprefetch.host.pipeline import End
 logger = logging.getLogger("jaxprefetch")
 
 
-class Closed(Exception):
-    """Nothing can be left here any more."""
+class QueueClosed(ValueError):
+    """Nothing can be put any more: the queue was closed, or has failed."""
 
 
 class Inbox:
@@ -70,7 +70,7 @@ class Inbox:
         """Takes room for a batch, which `room` stands for. Blocking: so many seconds; False when there was none.
 
         Raises:
-            Closed: nothing is taken any more.
+            QueueClosed: nothing is taken any more.
         """
         return self._wait_for(lambda: self._take_room(room), timeout, "put() has waited %.0f s for room in the queue.")
 
@@ -84,7 +84,7 @@ class Inbox:
         """Puts a staged batch into the room that was reserved.
 
         Raises:
-            Closed: the inbox was closed meanwhile; the room is still reserved.
+            QueueClosed: the inbox was closed meanwhile; the room is still reserved.
         """
         with self._lock:
             self._check_open()
@@ -163,7 +163,7 @@ class Inbox:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Closed
+            raise QueueClosed
 
     # ---- waiting
 

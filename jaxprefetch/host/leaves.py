@@ -62,27 +62,45 @@ def leaf_paths(tree: Any, *, with_none: bool = False) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr(path, simple=True, separator="/") or "batch" for path, _ in paths)
 
 
-MANY_NUMBERS = 16
-"""A list of so many Python numbers was meant to be an array: such are the columns of unformatted tables."""
+MANY = 16
+"""A list of so many numbers was meant to be an array, such are the columns of unformatted tables; a batch that is a
+list of so many trees alike was meant to be stacked."""
 
 
 def warn_of_lists(tree: Any, number: int, is_kept: Callable[[str], bool]) -> None:
-    """Says that a list of many Python numbers becomes as many arrays, if there is one that does not stay as it is."""
+    """Says that a list of many numbers, or of samples, is as many arrays, unless it stays as it is."""
     lists: dict[Any, int] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if path and isinstance(path[-1], jax.tree_util.SequenceKey) and is_number(leaf):
+        is_number_like = is_number(leaf) or isinstance(leaf, np.generic)
+        if path and isinstance(path[-1], jax.tree_util.SequenceKey) and is_number_like:
             lists[path[:-1]] = lists.get(path[:-1], 0) + 1
-    for path, n in lists.items():
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if n >= MANY_NUMBERS and not is_kept(name):
-            logger.warning(
-                "jaxprefetch: batch %d: %s is a list of %d Python numbers, each of which goes to the device as an "
-                'array of its own. Yield arrays (Hugging Face: with_format("numpy"); else np.asarray).',
-                number,
-                name or "it",
-                n,
-            )
-            return
+    names = {jax.tree_util.keystr(path, simple=True, separator="/"): n for path, n in lists.items() if n >= MANY}
+    if many := [name for name in names if not is_kept(name)]:
+        logger.warning(
+            "jaxprefetch: batch %d: %s is a list of %d numbers, each of which goes to the device as an array of its "
+            'own. Yield arrays (Hugging Face: with_format("numpy"); else np.asarray).',
+            number,
+            many[0] or "it",
+            names[many[0]],
+        )
+    elif _is_of_samples(tree) and not is_kept("0"):
+        logger.warning(
+            "jaxprefetch: batch %d is a list of %d trees alike, each of which goes to the devices, and is split over "
+            "them, by itself. If they are samples pass batched(samples, %d).",
+            number,
+            len(tree),
+            len(tree),
+        )
+
+
+def _is_of_samples(tree: Any) -> bool:
+    if not isinstance(tree, list) or len(tree) < MANY:
+        return False
+    first, *others = (
+        (jax.tree_util.tree_structure(part), [(type(leaf), np.shape(leaf)) for leaf in jax.tree_util.tree_leaves(part)])
+        for part in tree
+    )
+    return bool(first[1]) and all(other == first for other in others)
 
 
 def as_host(leaf: Any, where: str) -> Any:

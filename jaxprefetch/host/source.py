@@ -87,6 +87,7 @@ class Source:
             check_describes(source)
         forks.watch()
         self._source = source
+        self._said = False  # that its read_into is not called
         self.reiterable = not is_iterator
 
     def open(self) -> Any:
@@ -128,6 +129,14 @@ class Source:
             raise TypeError(
                 f"source: __iter__ of a {kind} returned a {type(iterator).__name__}, expected an iterator of batches. "
                 "Return iter(...) of it, or yield them."
+            )
+        if writes_batches(self._source) and not (writes_batches(iterator) or self._said):
+            self._said = True
+            logger.warning(
+                "jaxprefetch: a %s has read_into, but its __iter__ returns a %s that has none, so it is iterated. Let "
+                "__iter__ make an object with read_into and element_spec, or leave it out.",
+                kind,
+                type(iterator).__name__,
             )
         return iterator
 

@@ -163,7 +163,7 @@ def _as_array(leaf: Any, where: str) -> np.ndarray:
     raise TypeError(
         f"{where}: {what} cannot be stacked to an array of numbers. {cure_of_class(leaf)}"
         "Leave it out of the samples, or yield numbers in its place: tokens or bytes of one length, or an index into a "
-        "table."
+        "table, which keep_on_host may name."
     )
 
 
