@@ -13,7 +13,6 @@ is written beside it, into memory that serves one batch after the other. What st
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,12 +20,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxprefetch.device.plan import LeafPlan, Plan
+from jaxprefetch.device.plan import LeafPlan, Plan, laid_out
 from jaxprefetch.host.copying import Copier
 from jaxprefetch.host.leaves import zero_beyond
-from jaxprefetch.host.slots import ALIGNMENT, Fresh, Slot
+from jaxprefetch.host.slots import Fresh, Slot, array_in
 from jaxprefetch.layout import Layout, Parts
-from jaxprefetch.sorting import checked
+from jaxprefetch.sorting import checked, in_order
 from jaxprefetch.stowage import Stowage
 
 
@@ -56,15 +55,14 @@ class Beside:
 
     def arrays(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Arrays like these, one after another, in the same memory each time; it grows as far as it has to."""
-        starts = list(itertools.accumulate([-(-leaf.nbytes // ALIGNMENT) * ALIGNMENT for leaf in leaves], initial=0))
-        if starts[-1] > len(self._memory):
-            self._memory = Fresh().view(0, self._memory.dtype, (starts[-1],))
-        pieces = [self._memory[start : start + leaf.nbytes] for start, leaf in zip(starts, leaves, strict=False)]
-        return [piece.view(leaf.dtype).reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)]
+        starts, end = laid_out({i: leaf.nbytes for i, leaf in enumerate(leaves)})
+        if end > len(self._memory):
+            self._memory = Fresh().view(0, self._memory.dtype, (end,))
+        return [array_in(self._memory, starts[i], leaf.dtype, leaf.shape) for i, leaf in enumerate(leaves)]
 
     def clear(self) -> None:
         """Gives it up; it goes with the arrays in it."""
-        self._memory = self._memory[:0].copy()
+        self._memory = np.empty(0, np.uint8)
 
 
 class Places(NamedTuple):
@@ -111,8 +109,7 @@ class Offer:
     ):
         self.plan, self.slot = plan, slot
         self.rows: list[Any] = []
-        self._number, self._whole, self._length = number, described.whole, described.length
-        self._layout = described.layout
+        self._number, self._described = number, described
         self.stowage: Stowage | None = None
         self._places = Places({}, {}, None, [])
         if plan is not None:
@@ -121,15 +118,15 @@ class Offer:
         written = self._places.written
         self._written = [
             written[at] if at in written else np.empty(leaf.shape, leaf.dtype)
-            for at, leaf in enumerate(self._whole.leaves)
+            for at, leaf in enumerate(described.whole.leaves)
         ]
         self._given = [array.view() for array in self._written]  # a source may set shape, dtype or flags of these
-        self.out = jax.tree_util.tree_unflatten(self._whole.structure.treedef, self._given)
+        self.out = jax.tree_util.tree_unflatten(described.whole.structure.treedef, self._given)
 
     @property
     def layout(self) -> Layout | None:
         """Of what was written, if that is the whole batch as it was described."""
-        return self._layout if self._count == self._length else None
+        return self._described.layout if self._count == self._described.length else None
 
     @property
     def ended(self) -> bool:
@@ -142,12 +139,11 @@ class Offer:
 
     def parts(self) -> Parts:
         """What was written: the leaves that are as long as the batch as far as the source has come, others whole."""
-        rows, length = self._count, self._length
+        rows, length, leaves = self._count, self._described.length, self._written
         self._check_written()
-        if rows == length:
-            return self._whole._replace(leaves=self._written)
-        leaves = [leaf[:rows] if leaf.ndim and len(leaf) == length else leaf for leaf in self._written]
-        return self._whole._replace(leaves=leaves)
+        if rows < length:
+            leaves = [leaf[:rows] if leaf.ndim and len(leaf) == length else leaf for leaf in leaves]
+        return self._described.whole._replace(leaves=leaves)
 
     def parcels(self, plan: Plan, copier: Copier) -> list[Any] | None:
         """What to put, if the source has written all that this plan sends; else None.
@@ -189,7 +185,7 @@ class Offer:
         leaves = jax.tree_util.tree_leaves(self.out)
         if len(leaves) == len(self._given) and all(map(operator.is_, leaves, self._given)):
             return
-        paths, own = self._whole.structure.paths, {id(leaf) for leaf in self._given}
+        paths, own = self._described.whole.structure.paths, {id(leaf) for leaf in self._given}
         others = [path for path, leaf in zip(paths, leaves, strict=False) if id(leaf) not in own]
         what = f", leaf {others[0]}" if others else ""
         raise ValueError(
@@ -199,6 +195,7 @@ class Offer:
 
     @functools.cached_property
     def _count(self) -> int:
+        length = self._described.length
         where = f"Batch {self._number}: read_into"
         try:
             if isinstance(self.rows[0], (bool, np.bool_)):
@@ -207,11 +204,11 @@ class Offer:
         except TypeError:
             raise TypeError(
                 f"{where} returned {self.rows[0]!r}, no number of rows. Return how many it has written: up to the "
-                f"{self._length} of element_spec, fewer for a short batch, 0 at the end."
+                f"{length} of element_spec, fewer for a short batch, 0 at the end."
             ) from None
-        if not 0 <= rows <= self._length:
+        if not 0 <= rows <= length:
             raise ValueError(
-                f"{where} returned {rows} rows, but element_spec has {self._length}, which is what there was room for. "
+                f"{where} returned {rows} rows, but element_spec has {length}, which is what there was room for. "
                 "Return how many it has written, fewer for a short batch, 0 at the end."
             )
         return rows
@@ -244,11 +241,11 @@ def _places(described: Described, plan: Plan, order: Sequence[int], stowage: Sto
     copied: dict[int, np.ndarray] = {}  # by leaf of the plan
     apart: list[int] = []
     is_whole = True
-    for i, (at, leaf_plan) in enumerate(zip(order, plan.leaves, strict=True)):
+    leaves = in_order(plan, order, whole, described.rows)
+    for i, (at, leaf, leaf_plan) in enumerate(zip(order, leaves, plan.leaves, strict=True)):
         if at == len(whole):  # the mask, of a batch that is written whole
-            copied[i] = np.arange(leaf_plan.shape[0]) < (described.rows or 0)
+            copied[i] = leaf
             continue
-        leaf = whole[at]
         place = stowage.written(i) if leaf.dtype == leaf_plan.dtype else None
         begin = _begin(place, leaf.shape)
         if place is not None and begin is not None:
@@ -256,7 +253,7 @@ def _places(described: Described, plan: Plan, order: Sequence[int], stowage: Sto
         elif leaf_plan.made:
             apart.append(i)
         is_whole = is_whole and leaf_plan.made and leaf.shape == leaf_plan.shape
-    for i, array in zip(apart, beside.arrays([whole[order[i]] for i in apart]), strict=True):
+    for i, array in zip(apart, beside.arrays([leaves[i] for i in apart]), strict=True):
         written[order[i]] = copied[i] = array
     if not is_whole:
         return Places(some, written, None, [])

@@ -189,18 +189,19 @@ def _resolve(leaf: Any) -> Target:
         return Target(SingleDeviceSharding(leaf))
     if isinstance(leaf, Sharding):
         if isinstance(leaf, NamedSharding):
-            _check_spec(leaf.spec, leaf.mesh)
+            _check_spec(leaf.spec)
             if not isinstance(leaf.mesh, Mesh):
                 raise ValueError(f"sharding={leaf} has an abstract mesh, without devices. Pass a mesh of devices.")
         return Target(leaf)
     if isinstance(leaf, PartitionSpec):
+        _check_spec(leaf)
         mesh = jax.sharding.get_mesh()
         if mesh.empty or not isinstance(mesh, Mesh):
             raise ValueError(
                 f"sharding={leaf} needs a mesh in force: call within `with jax.set_mesh(mesh):`, "
                 "or pass NamedSharding(mesh, spec)."
             )
-        _check_spec(leaf, mesh)
+        _check_axes(leaf, mesh)
         return Target(NamedSharding(mesh, leaf))
     cure = ""
     if isinstance(leaf, (Mesh, AbstractMesh)):
@@ -213,12 +214,16 @@ def _resolve(leaf: Any) -> Target:
     )
 
 
-def _check_spec(spec: PartitionSpec, mesh: Any) -> None:
+def _check_axes(spec: PartitionSpec, mesh: Mesh) -> None:
+    """As `NamedSharding` does, in a message of our own: this spec and the mesh in force were written in two places."""
     names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
     if missing := [name for name in names if isinstance(name, str) and name not in mesh.axis_names]:
         raise ValueError(
             f"sharding: {spec} names {missing[0]!r}, but the axes of the mesh are {some(mesh.axis_names)}. Pass a "
             "PartitionSpec of these."
         )
+
+
+def _check_spec(spec: PartitionSpec) -> None:
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
         raise ValueError(f"sharding: {spec} leaves an axis unconstrained; a batch needs a definite place on each axis.")

@@ -100,7 +100,7 @@ class Plan:
         if packing:
             targets[len(leaves)], sizes[len(leaves)] = packing.target, packing.nbytes
             costs.append(packing.cost)
-        offsets, host_bytes = _laid_out(sizes)
+        offsets, host_bytes = laid_out(sizes)
         cost = together(costs)
         return cls(
             treedef=treedef,
@@ -167,7 +167,7 @@ class Plan:
                 raise deleted(f"Leaf {path}" if number is None else f"Batch {number}, leaf {path}")
 
 
-def _laid_out(sizes: dict[int, int]) -> tuple[dict[int, int], int]:
+def laid_out(sizes: dict[int, int]) -> tuple[dict[int, int], int]:
     """Where parcels of these sizes lie one after another, and the bytes that they take together."""
     offsets, end = {}, 0
     for i, nbytes in sizes.items():

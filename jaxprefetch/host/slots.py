@@ -58,7 +58,7 @@ class Fresh:
         nbytes = math.prod(shape) * dtype.itemsize
         raw = np.empty(nbytes + ALIGNMENT, np.uint8)
         start = -raw.ctypes.data % ALIGNMENT
-        return raw[start : start + nbytes].view(dtype).reshape(tuple(shape))
+        return array_in(raw, start, dtype, shape)
 
     def once(self, key: K, make: Callable[[K, Fresh], T]) -> T:
         """What `make` gives for this memory."""
@@ -66,6 +66,12 @@ class Fresh:
 
     def free(self) -> None:
         """Nothing to give back."""
+
+
+def array_in(memory: np.ndarray, start: int, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
+    """An array in these bytes, from `start` on, contiguous with default strides."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return memory[start : start + nbytes].view(dtype).reshape(tuple(shape))
 
 
 class FreshMemory:
@@ -102,7 +108,7 @@ class Slot:
         memory = self._block.memory
         if not 0 <= offset <= len(memory) - nbytes:
             raise IndexError(f"slot of {len(memory)} bytes: no {nbytes} bytes from {offset} on")
-        return memory[offset : offset + nbytes].view(dtype).reshape(tuple(shape))
+        return array_in(memory, offset, dtype, shape)
 
     def once(self, key: K, make: Callable[[K, Slot], T]) -> T:
         """What `make` gives for this memory: made once, as long as it is used with the same key."""
