@@ -8,15 +8,19 @@ Measures GiB/s of copies from ordinary arrays into a warm slot, and of stacking 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import environment
 import jax
 import numpy as np
+import peers
 
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.device.pinning import Pinning
@@ -25,7 +29,6 @@ from jaxprefetch.host.slots import Slots
 
 GIB = 1 << 30
 MIB = 1 << 20
-STACKING = ("np.stack", "copyto", "concatenate")
 
 
 def main() -> None:
@@ -36,15 +39,15 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     cores = len(os.sched_getaffinity(0))
-    threads = [n for n in (1, 2, 4, 6, 8, 12, 16) if n <= max(cores, 2)]
-    large = [4 * MIB] if options.tiny else [600 * MIB, 150 * MIB, 16 * MIB, 4 * MIB, MIB]
+    threads = [n for n in (1, 2, 4, 8, 12, 16, 24) if n <= max(cores, 4)]
+    large = [64 * MIB] if options.tiny else [1200 * MIB, 150 * MIB, 16 * MIB, 4 * MIB]
     results = {
         "cores": cores,
         "loop": [loop(nbytes, n) for nbytes in (MIB, 4 * MIB, 16 * MIB) for n in threads],
         "making_a_slot": [making(large[0]) for _ in range(2)],
         "copy": [row for nbytes in large for row in copies(nbytes, threads)],
         "small": [small(kib, n) for kib in (64, 256, 512, 1024, 2048) for n in threads[:4]],
-        "stack": [stacks(n, way, kib) for kib in (16, 36, 72, 155, 310, 618) for n in threads for way in STACKING],
+        "stack": [stacks(n, way, kib) for kib in (16, 36, 155, 618) for n in threads[2:] for way in (False, True)],
     }
     record = {"part": "copying", "environment": environment.describe(), "results": results}
     (options.out / "copying.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -77,9 +80,9 @@ def making(nbytes: int) -> dict:
     }
 
 
-def loop(nbytes: int, threads: int, count: int = 100) -> dict:
+def loop(nbytes: int, most: int, count: int = 100) -> dict:
     """Microseconds a batch of a loop that takes ordinary arrays and does nothing else: the threads sleep in between."""
-    copying.copying_threads = lambda: threads
+    copying.copying_threads = lambda: most
     batches = [{"x": np.ones(nbytes, np.uint8)} for _ in range(4)]
     with prefetch_to_device(itertools.cycle(batches)) as taken:
         times = []
@@ -88,54 +91,69 @@ def loop(nbytes: int, threads: int, count: int = 100) -> dict:
             for _ in itertools.islice(taken, count):
                 pass
             times.append((time.perf_counter() - start) / count * 1e6)
-    return {"MiB": nbytes // MIB, "threads": threads, "us": sorted(times)[len(times) // 2]}
+    return {"MiB": nbytes // MIB, "threads": most, "us": sorted(times)[len(times) // 2]}
 
 
 def copies(nbytes: int, threads: list[int]) -> list[dict]:
-    """GiB/s from arrays in turn, so that no cache holds them, into slots in turn."""
+    """GiB/s from arrays in turn, so that no cache holds them, into slots in turn, by NumPy and by the extra `native`.
+
+    Alone, and beside the links: while all devices read as many bytes from other slots, one batch every 30 ms.
+    """
     count, all_threads = max(2, min(8, 1200 * MIB // nbytes)), copying.Copier(threads[-1])
-    slots = Slots(copier=all_threads)
-    sources, outs = (
-        [slots.take(nbytes).view(0, np.dtype(np.uint8), (nbytes,)) for _ in range(count)] for _ in range(2)
-    )
-    all_threads.copy(list(zip(outs, sources, strict=True)))
+    pinning = Pinning.of(jax.local_devices())
+    slots = Slots(register=pinning.register if pinning else None, copier=all_threads)
+    sources = [np.empty(nbytes, np.uint8) for _ in range(count)]
+    outs, sent = ([slots.take(nbytes).view(0, np.dtype(np.uint8), (nbytes,)) for _ in range(count)] for _ in range(2))
+    all_threads.copy([*zip(sources, outs, strict=True), *zip(outs, sources, strict=True)])
     pairs, rows = itertools.cycle(zip(outs, sources, strict=True)), []
-    for n, chunk_mib in itertools.product(threads, (1, 2, 4, 16)):
-        copying.CHUNK_BYTES = chunk_mib * MIB
+    for n, native in itertools.product(threads, (False, True)):
         copier = copying.Copier(n)
-        rate = best(lambda copier=copier: copier.copy([next(pairs)]), nbytes)
-        rows.append({"MiB": nbytes / MIB, "threads": n, "chunk_MiB": chunk_mib, "GiB_s": rate})
+        with contextlib.nullcontext() if native else peers.copies_by_numpy():
+            for links in (False, True) if nbytes >= 64 * MIB else (False,):
+                with reading(sent) if links else contextlib.nullcontext():
+                    rate = best(lambda copier=copier: copier.copy([next(pairs)]), nbytes)
+                rows.append({"MiB": nbytes / MIB, "threads": n, "native": native, "beside_links": links, "GiB_s": rate})
     return rows
 
 
-def small(kib: int, threads: int) -> dict:
+@contextlib.contextmanager
+def reading(slots: list[np.ndarray]) -> Iterator[None]:
+    """All devices together read one of these every 30 ms."""
+    stop, place = threading.Event(), environment.place(jax.local_device_count())
+
+    def read() -> None:
+        for slot in itertools.cycle(slots):
+            until = time.perf_counter() + 0.03
+            jax.device_put(slot.reshape(len(place.devices), -1), place.sharding).block_until_ready()
+            if stop.wait(max(until - time.perf_counter(), 0)):
+                return
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def small(kib: int, most: int) -> dict:
     """Microseconds of one copy of a small array, with the threshold for several threads taken away."""
-    copying.PARALLEL_BYTES, copying.CHUNK_BYTES = 0, max(kib * 1024 // threads, 1)
-    copier, leaf = copying.Copier(threads), np.ones(kib * 1024, np.uint8)
+    copying.PARALLEL_BYTES, copying.CHUNK_BYTES = 0, max(kib * 1024 // most, 1)
+    copier, leaf = copying.Copier(most), np.ones(kib * 1024, np.uint8)
     out = np.empty_like(leaf)
     rate = best(lambda: copier.copy([(out, leaf)]), leaf.nbytes)
-    return {"KiB": kib, "threads": threads, "us": leaf.nbytes / rate / GIB * 1e6}
+    return {"KiB": kib, "threads": most, "us": leaf.nbytes / rate / GIB * 1e6}
 
 
-def stacks(threads: int, way: str, kib: int) -> dict:
+def stacks(most: int, native: bool, kib: int) -> dict:
     """GiB/s of samples of so many KiB stacked into one slot."""
     count = min(150 * 1024 // kib, 4096)
-    copier, samples = copying.Copier(threads), [np.full((kib, 1024), i % 251, np.uint8) for i in range(count)]
+    copier, samples = copying.Copier(most), [np.full((kib, 1024), i % 251, np.uint8) for i in range(count)]
     out = Slots(copier=copier).take(count * kib * 1024).view(0, np.dtype(np.uint8), (count, kib, 1024))
-    step = max(stacking.CHUNK_BYTES // samples[0].nbytes, 1)
-
-    def stack(start: int) -> None:
-        rows, leaves = out[start : start + step], samples[start : start + step]
-        if way == "np.stack":
-            np.stack(leaves, out=rows)
-        elif way == "concatenate":
-            np.concatenate(leaves, out=rows.reshape(-1, 1024))
-        else:
-            for row, leaf in zip(rows, leaves, strict=True):
-                np.copyto(row, leaf)
-
-    rate = best(lambda: copier.run([lambda i=i: stack(i) for i in range(0, count, step)]), out.nbytes)
-    return {"KiB": kib, "threads": threads, "way": way, "GiB_s": rate}
+    with contextlib.nullcontext() if native else peers.copies_by_numpy():
+        rate = best(lambda: stacking.stack(samples, out, where="Batch 0", copier=copier), out.nbytes)
+    return {"KiB": kib, "threads": most, "native": native, "GiB_s": rate}
 
 
 def best(run, nbytes: int) -> float:

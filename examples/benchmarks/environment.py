@@ -20,7 +20,7 @@ from budget import Budget
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 PACKAGES = (
-    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy"),
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "llvmlite"),
     *("flax", "optax", "grain", "datarax", "torch"),
 )
 MIB = 1 << 20

@@ -159,7 +159,9 @@ def datarax(memory: str = "pageable") -> Method:
     return Method(f"datarax DevicePrefetcher, {memory}", memory, opener, package="datarax")
 
 
-def ours(how: str, size: int = 2, *, delete_used: bool = False, max_bytes: int | None = None) -> Method:
+def ours(
+    how: str, size: int = 2, *, delete_used: bool = False, max_bytes: int | None = None, native: bool = True
+) -> Method:
     """`jaxprefetch.prefetch_to_device`.
 
     Args:
@@ -167,12 +169,14 @@ def ours(how: str, size: int = 2, *, delete_used: bool = False, max_bytes: int |
             written again, which are sent as they are. "read_into": it writes its batches into our slots. "batched":
             samples, which `jaxprefetch.batched` stacks in our slots.
         size, delete_used, max_bytes: as `prefetch_to_device` takes them.
+        native: False: as if the extra `native` were not installed.
     """
 
+    @contextlib.contextmanager
     def opener(host: HostBatches, place):
         import jaxprefetch
 
-        return jaxprefetch.prefetch_to_device(
+        batches = jaxprefetch.prefetch_to_device(
             _source(how, host),
             size,
             sharding=place.sharding,
@@ -180,10 +184,26 @@ def ours(how: str, size: int = 2, *, delete_used: bool = False, max_bytes: int |
             delete_used=delete_used,
             fresh_buffers=True if how == "pinned" else None,
         )
+        with contextlib.nullcontext() if native else copies_by_numpy(), batches:
+            yield batches
 
     name = f"jaxprefetch, {how}, size {size}" + (", delete_used" if delete_used else "")
     name += ", max_bytes" if max_bytes else ""
+    name += "" if native else ", NumPy copies"
     return Method(name, "pinned" if how == "pinned" else "pageable", opener, is_ours=True)
+
+
+@contextlib.contextmanager
+def copies_by_numpy() -> Iterator[None]:
+    """As if the extra `native` were not installed."""
+    from jaxprefetch.host import copying, stacking
+
+    native = copying.native
+    copying.native = stacking.native = lambda: None
+    try:
+        yield
+    finally:
+        copying.native = stacking.native = native
 
 
 def calls_alone() -> Method:

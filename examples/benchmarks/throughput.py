@@ -38,6 +38,7 @@ def methods(torch: torch_peer.Torch, dtype: str, net: alexnet.Net, tiny: bool) -
     return [
         peers.resident(),
         *(peers.ours(how) for how in ("pageable", "read_into", "batched", "pinned")),
+        *(peers.ours(how, native=False) for how in ("pageable", "batched")),
         peers.plain(),
         peers.plain("pinned"),
         peers.double_buffer(),

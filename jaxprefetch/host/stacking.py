@@ -17,19 +17,20 @@ import jax
 import numpy as np
 
 from jaxprefetch.errors import difference, some
-from jaxprefetch.host.copying import PARALLEL_BYTES, Copier
+from jaxprefetch.host.copying import CHUNK_BYTES, PARALLEL_BYTES, Copier
 from jaxprefetch.host.leaves import as_host, cure_of_class, fetch, is_closed, is_number, leaf_paths, plain
+from jaxprefetch.host.native import native
 
 SHARED_BYTES = 16 << 10
-"""Leaves of samples that are smaller are copied on the calling thread: others would wait for the interpreter."""
+"""NumPy copies leaves of samples that are smaller on the calling thread: others would wait for the interpreter."""
 
 BYTES_A_THREAD = 18 << 10
-"""A thread wants the GIL once a row, so that many threads wait for each other where rows are small. Measured on 16
+"""With NumPy a thread wants the GIL once a row, so that many wait for each other where rows are small. Measured on 16
 cores, GiB/s by 1, 2, 4, 8 and 12 threads: rows of 36 KiB 6, 10, 11, 5, 5; of 72 KiB 5, 10, 15, 11, 9; of 155 KiB 5,
 9, 16, 22, 18; of 310 KiB 6, 11, 18, 27, 29; of 618 KiB 6, 10, 20, 33, 44."""
 
-CHUNK_BYTES = 4 << 20
-"""What a thread stacks at once: one call, which holds the GIL between two rows for less than Python's loops do."""
+MOST_THREADS = 16
+"""Of 24 with NumPy most waited: batches of samples came at half the rate."""
 
 _NUMBERS = {kind: np.asarray(kind()).dtype for kind in (bool, int, float, complex)}
 _INTS = np.iinfo(_NUMBERS[int])
@@ -68,10 +69,10 @@ def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> No
     tasks, most = [], copier.threads
     for array, column in zip(arrays, _columns(samples, arrays, where), strict=True):
         size, rows = array[:1].nbytes, len(column)
-        if size < SHARED_BYTES or size * rows < PARALLEL_BYTES:
+        threads = _threads(array, copier.threads)
+        if threads < 2 or size * rows < PARALLEL_BYTES:
             _fill(array, column, 0, rows)
         else:
-            threads = max(min(size // BYTES_A_THREAD, copier.threads), 2)
             step = max(min(CHUNK_BYTES // size, -(-rows // threads)), 1)
             tasks += [functools.partial(_fill, array, column, at, at + step) for at in range(0, rows, step)]
             most = min(most, threads)
@@ -79,10 +80,20 @@ def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> No
         copier.run(tasks, most=most)
 
 
+def _threads(array: np.ndarray, most: int) -> int:
+    """How many stack rows of this array best."""
+    size = array[:1].nbytes
+    if array.ndim > 1 and native() is not None:
+        return most
+    return max(min(size // BYTES_A_THREAD, most, MOST_THREADS), 2) if size >= SHARED_BYTES else 1
+
+
 def _fill(array: np.ndarray, column: Sequence[Any], start: int, stop: int) -> None:
     rows, leaves = array[start : min(stop, len(column))], column[start:stop]
     if rows.ndim == 1:
         rows[...] = leaves
+    elif (copies := native()) is not None and copies.stack(rows, leaves):
+        pass
     elif rows.flags.c_contiguous:  # by 8 threads half as much again as a loop of np.copyto; np.stack makes views first
         np.concatenate(leaves, out=rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]))
     else:
