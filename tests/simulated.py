@@ -147,7 +147,7 @@ class Device:
                     patch.setattr(module, "stager", self._stager)
             if self._copiers:
                 patch.setattr(copying, "PARALLEL_BYTES", 0)
-                patch.setattr(copying, "CHUNK_BYTES", 8)
+                patch.setattr(copying, "chunk_bytes", lambda nbytes, threads: 8)
             yield
 
     def batches(self) -> list[int]:

@@ -87,10 +87,14 @@ with prefetch_to_device([rows] * 4) as batches, DeviceQueue(2) as queue, DeviceC
 
 
 def test_raw_memory_has_its_place() -> None:
-    """The driver is called in one file; another maps memory and cuts it, besides the probe of the link."""
-    assert [path.name for path in FILES if "ctypes" in modules_of(path)] == ["pinning.py"]
+    """The driver is called in one file, native code in one; another maps memory and cuts it, as the link's probe does."""
+    assert [path.name for path in FILES if "ctypes" in modules_of(path)] == ["pinning.py", "native.py"]
     assert [path.name for path in FILES if calls_of(path) & {".dma_map", ".dma_unmap"}] == ["pinning.py"]
-    assert [path.name for path in FILES if "mmap" in modules_of(path)] == ["link.py", "slots.py"]
+    assert [path.name for path in FILES if "mmap" in modules_of(path)] == [
+        "link.py",
+        "native.py",
+        "slots.py",
+    ]  # tells by it
 
 
 @pytest.mark.parametrize(("offset", "values"), [(4096, 1), (0, 1025), (-64, 4), (4032, 17), (1 << 40, 1)])

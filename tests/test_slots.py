@@ -264,7 +264,7 @@ def test_copies_are_whole(threads, leaf) -> None:
 def test_repeated_axes_are_copied_whole(monkeypatch, threads, shape) -> None:
     """An axis of length 1 is repeated, and no copy is cut along it, also where it is the longest there."""
     monkeypatch.setattr(copying, "PARALLEL_BYTES", 8)
-    monkeypatch.setattr(copying, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(copying, "chunk_bytes", lambda nbytes, threads: 64)
     leaf = np.arange(math.prod(shape[1:]), dtype=np.int64).reshape(1, *shape[1:])
     out = np.zeros(shape, np.int64)
     Copier(threads).copy([(out, leaf)])

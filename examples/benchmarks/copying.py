@@ -139,7 +139,7 @@ def reading(slots: list[np.ndarray]) -> Iterator[None]:
 
 def small(kib: int, most: int) -> dict:
     """Microseconds of one copy of a small array, with the threshold for several threads taken away."""
-    copying.PARALLEL_BYTES, copying.CHUNK_BYTES = 0, max(kib * 1024 // most, 1)
+    copying.PARALLEL_BYTES, copying.chunk_bytes = 0, lambda nbytes, threads: max(nbytes // threads, 1)
     copier, leaf = copying.Copier(most), np.ones(kib * 1024, np.uint8)
     out = np.empty_like(leaf)
     rate = best(lambda: copier.copy([(out, leaf)]), leaf.nbytes)

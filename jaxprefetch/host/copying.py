@@ -24,14 +24,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxprefetch.host.memory import usable_cores
+from jaxprefetch.host.native import MOST_THREADS as NATIVE_THREADS
 from jaxprefetch.host.native import native
 
 # Measured on 16 cores: from 64 MiB on one thread copies 5 to 8 GiB/s, 8 threads 30, 12 threads 36, 16 threads 45. To
 # wake a sleeping thread takes up to 100 us, as long as a copy of a megabyte: in a loop that does nothing else 4 MiB
 # take 444 us by one thread, 291 by two, 300 to 500 by more; 16 MiB take 1,660 by one, 645 by four or more.
-# On 32 cores, while two GPUs read as much again, 12 threads copy 31 GiB/s, 16 threads 33, 24 threads 42.
+# On 32 cores, while two GPUs read as much again, 12 threads copy 33 GiB/s, 16 threads 35, 24 threads 40.
 MOST_THREADS = 24
-CHUNK_BYTES = 2 << 20
+LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 2 << 20, 8 << 20
+CHUNKS_A_THREAD = 4
 PARALLEL_BYTES = 3 << 20
 """What is smaller is copied on the calling thread."""
 
@@ -58,6 +60,11 @@ def copying_threads() -> int:
     return max(1, min(MOST_THREADS, usable_cores() * 3 // 4))
 
 
+def chunk_bytes(nbytes: int, threads: int) -> int:
+    """What one thread copies at once: of large batches more, for each piece takes the GIL for a moment."""
+    return min(max(nbytes // (CHUNKS_A_THREAD * threads), LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
+
+
 class Copier:
     """Runs copies on the process's threads and on the caller's.
 
@@ -75,8 +82,8 @@ class Copier:
         if self._pool is None or nbytes < PARALLEL_BYTES:
             _copy_all(pairs)
         else:
-            native()  # made here if it has to be, and not by each of them
-            self._pool.share(_copy_all, _portions(pairs, CHUNK_BYTES), self.threads - 1)
+            threads = self.threads if native() is None else min(self.threads, NATIVE_THREADS)
+            self._pool.share(_copy_all, _portions(pairs, chunk_bytes(nbytes, threads)), threads - 1)
 
     def run(self, tasks: Sequence[Task], most: int | None = None) -> None:
         """Runs tasks that release the GIL, in any order. Blocking: until all are done; raises what one has raised.

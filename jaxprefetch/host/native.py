@@ -36,6 +36,9 @@ and a device reads them. What the system has just handed out is in the cache, fo
 ROW_BYTES = 4 << 10
 """Rows that make such an array have to be as large as this: lines at their ends are stored twice."""
 
+MOST_THREADS = 12
+"""More write in each other's way. On 32 cores 8 threads copied 42 GiB/s, 12 threads 52, 16 threads 38, 24 threads 33."""
+
 _LINE = "<8 x i64>"
 _CODE = """
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)

@@ -17,8 +17,9 @@ import jax
 import numpy as np
 
 from jaxprefetch.errors import difference, some
-from jaxprefetch.host.copying import CHUNK_BYTES, PARALLEL_BYTES, Copier
+from jaxprefetch.host.copying import PARALLEL_BYTES, Copier, chunk_bytes
 from jaxprefetch.host.leaves import as_host, cure_of_class, fetch, is_closed, is_number, leaf_paths, plain
+from jaxprefetch.host.native import MOST_THREADS as NATIVE_THREADS
 from jaxprefetch.host.native import native
 
 SHARED_BYTES = 16 << 10
@@ -73,7 +74,7 @@ def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> No
         if threads < 2 or size * rows < PARALLEL_BYTES:
             _fill(array, column, 0, rows)
         else:
-            step = max(min(CHUNK_BYTES // size, -(-rows // threads)), 1)
+            step = max(min(chunk_bytes(size * rows, threads) // size, -(-rows // threads)), 1)
             tasks += [functools.partial(_fill, array, column, at, at + step) for at in range(0, rows, step)]
             most = min(most, threads)
     if tasks:
@@ -84,7 +85,7 @@ def _threads(array: np.ndarray, most: int) -> int:
     """How many stack rows of this array best."""
     size = array[:1].nbytes
     if array.ndim > 1 and native() is not None:
-        return most
+        return min(most, NATIVE_THREADS)
     return max(min(size // BYTES_A_THREAD, most, MOST_THREADS), 2) if size >= SHARED_BYTES else 1
 
 
