@@ -87,7 +87,7 @@ with prefetch_to_device([rows] * 4) as batches, DeviceQueue(2) as queue, DeviceC
 
 
 def test_raw_memory_has_its_place() -> None:
-    """The driver is called in one file, native code in one; another maps memory and cuts it, as the link's probe does."""
+    """One file calls the driver, one native code; another maps memory and cuts it, as the probe of the link does."""
     assert [path.name for path in FILES if "ctypes" in modules_of(path)] == ["pinning.py", "native.py"]
     assert [path.name for path in FILES if calls_of(path) & {".dma_map", ".dma_unmap"}] == ["pinning.py"]
     assert [path.name for path in FILES if "mmap" in modules_of(path)] == [

@@ -37,7 +37,7 @@ ROW_BYTES = 4 << 10
 """Rows that make such an array have to be as large as this: lines at their ends are stored twice."""
 
 MOST_THREADS = 12
-"""More write in each other's way. On 32 cores 8 threads copied 42 GiB/s, 12 threads 52, 16 threads 38, 24 threads 33."""
+"""More are in each other's way. On 32 cores 8 threads copied 42 GiB/s, 12 threads 52, 16 threads 38, 24 threads 33."""
 
 _LINE = "<8 x i64>"
 _CODE = """
