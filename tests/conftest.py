@@ -46,6 +46,11 @@ def pytest_configure(config):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     flags.FLAGS.mark_as_parsed()  # Grain reads absl's flags where it starts worker processes (seen in grain 0.2.18)
 
+    from jaxprefetch.host import native
+
+    native.native()  # made by a thread, which ends before any test looks for threads that are left
+    native._making.wait()
+
 
 def pytest_ignore_collect(collection_path, config):
     """Of the tests that need an accelerator, which are in `test_gpu*.py`, the others' eight devices are no concern."""

@@ -45,7 +45,7 @@ def calls_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOUSE)))
 def test_no_file_executes_data_or_reaches_out(path: Path) -> None:
-    """No module that unpickles, runs programs or opens connections is imported, and no text becomes code."""
+    """No module that unpickles, runs programs or opens connections is imported; one text becomes code."""
     banned = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml", "runpy", "code"}
     banned |= {"socket", "socketserver", "http", "urllib", "ssl", "asyncio", "xmlrpc", "subprocess", "multiprocessing"}
     assert not modules_of(path) & banned
@@ -58,6 +58,7 @@ def test_no_file_executes_data_or_reaches_out(path: Path) -> None:
         ".listen",
         ".bind",
         ".system",
+        *(() if path.name == "machine_code.py" else (".parse_assembly",)),
     }
 
 

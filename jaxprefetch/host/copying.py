@@ -23,19 +23,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxprefetch.host import native
 from jaxprefetch.host.memory import usable_cores
-from jaxprefetch.host.native import MOST_THREADS as NATIVE_THREADS
-from jaxprefetch.host.native import native
+from jaxprefetch.host.native import Pair
 
-# Measured on 16 cores: from 64 MiB on one thread copies 5 to 8 GiB/s, 8 threads 30, 12 threads 36, 16 threads 45. To
-# wake a sleeping thread takes up to 100 us, as long as a copy of a megabyte: in a loop that does nothing else 4 MiB
-# take 444 us by one thread, 291 by two, 300 to 500 by more; 16 MiB take 1,660 by one, 645 by four or more.
-# On 32 cores, while two GPUs read as much again, 12 threads copy 33 GiB/s, 16 threads 35, 24 threads 40.
+# Measured on 16 cores: from 64 MiB on one thread copies 5 to 8 GiB/s, 8 threads 30, 12 threads 36, 16 threads 45; on 32
+# cores, while two GPUs read as much again, 12 threads 33, 16 threads 35, 24 threads 40. To wake a sleeping thread takes
+# up to 100 us, as long as a copy of a megabyte: in a loop that does nothing else two threads copy 4 MB no faster than
+# one, nor eight 16 MB than four.
 MOST_THREADS = 24
-LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 2 << 20, 8 << 20
+LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 4 << 20, 8 << 20
 CHUNKS_A_THREAD = 4
-PARALLEL_BYTES = 3 << 20
-"""What is smaller is copied on the calling thread."""
+PARALLEL_BYTES = LEAST_CHUNK_BYTES
+"""What is not larger is copied on the calling thread."""
 
 HELD_VALUES = 500
 """For arrays of more values NumPy lets go of the GIL."""
@@ -47,9 +47,6 @@ batch of twenty arrays of 50 KB takes a tenth longer where the GIL is held."""
 
 T = TypeVar("T")
 Task = Callable[[], object]
-Pair = tuple[np.ndarray, np.ndarray]
-"""Where to, and from where: the same shape."""
-
 _NEVER = object()
 _lock = threading.Lock()
 _pools: weakref.WeakValueDictionary[int, _Pool] = weakref.WeakValueDictionary()  # guarded by _lock
@@ -79,10 +76,11 @@ class Copier:
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copies each second array into the first, converted where the dtypes differ. Blocking: until it is done."""
         nbytes = sum([out.nbytes for out, _ in pairs])
-        if self._pool is None or nbytes < PARALLEL_BYTES:
+        if self._pool is None or nbytes <= PARALLEL_BYTES:
             _copy_all(pairs)
         else:
-            threads = self.threads if native() is None else min(self.threads, NATIVE_THREADS)
+            past_cache = native.goes_past_cache(*max(pairs, key=lambda pair: pair[0].nbytes))
+            threads = min(self.threads, native.PAST_CACHE_THREADS) if past_cache else self.threads
             self._pool.share(_copy_all, _portions(pairs, chunk_bytes(nbytes, threads)), threads - 1)
 
     def run(self, tasks: Sequence[Task], most: int | None = None) -> None:
@@ -201,23 +199,23 @@ def _copy_all(pairs: Iterable[Pair]) -> None:
                 out.data.cast("B")[:] = leaf.data.cast("B")
             except (TypeError, ValueError):  # not contiguous, empty, or of a type that buffers do not know
                 out[...] = leaf
-    if large and (copies := native()) is not None:
-        large = copies.copy(large)
-    for out, leaf in large:
+    for out, leaf in native.copy_past_cache(large):
         out[...] = leaf
 
 
 def _portions(pairs: Iterable[Pair], chunk: int) -> Iterable[list[Pair]]:
-    """The same copies in portions of about so many bytes."""
+    """The same copies in portions of about so many bytes: pieces of large ones, and small ones together."""
     portion: list[Pair] = []
     nbytes = 0
     for pair in pairs:
-        for piece in _chunks(*pair, chunk):
-            portion.append(piece)
-            nbytes += piece[0].nbytes
-            if nbytes >= chunk:
-                yield portion
-                portion, nbytes = [], 0
+        if len(pieces := _chunks(*pair, chunk)) > 1:
+            yield from ([piece] for piece in pieces)
+            continue
+        portion += pieces
+        nbytes += pair[0].nbytes
+        if nbytes >= chunk:
+            yield portion
+            portion, nbytes = [], 0
     if portion:
         yield portion
 

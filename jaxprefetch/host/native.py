@@ -1,253 +1,179 @@
-"""Copies past the cache, where the extra `native` (llvmlite) is installed: NumPy has none.
+"""Copies past the cache, where the extra `native` (llvmlite) is installed: NumPy's go through it, but the largest.
 
 Synopsis:
 
-    if (copies := native()) is not None:
-        left = copies.copy([(slot_view, leaf), ...])    # what it does not copy is left
-        copies.stack(rows, samples)                     # False where it cannot
+    left = copy_past_cache([(slot_view, leaf), ...])    # what it has not copied
+    if can_stack(rows, samples):
+        stack(rows, samples)
 
 An ordinary store reads the line first that it writes: a third of what the memory of a host has to move for a copy, and
 memory is what large batches wait for. And samples are stacked in one call, which lets go of the GIL once, where NumPy
 does so for each row, so that many threads wait for each other.
 
-An array is given by the address of its object, behind whose head its bytes are pointed to: `PyArrayObject`, a part of
-NumPy's ABI, checked when the code is made. To ask Python for the address of its bytes takes a microsecond for each.
+A thread of its own makes the code, when it is wanted for the first time; until it is there NumPy copies. Nobody waits
+for it, and no exception that strikes a caller leaves a lock of llvmlite's taken.
 """
 
 from __future__ import annotations
 
+import array
+import contextlib
 import ctypes
-import functools
 import logging
 import mmap
+import os
+import threading
 from collections.abc import Sequence
 
 import numpy as np
+
+from jaxprefetch.host import machine_code
 
 logger = logging.getLogger("jaxprefetch")
 
 Pair = tuple[np.ndarray, np.ndarray]
 """Where to, and from where."""
 
-PAST_CACHE_BYTES = 128 << 10
+PAST_CACHE_BYTES = 1 << 20
 """Arrays as large as this in mapped memory are written past the cache. That is where slots lie: they have been touched,
 and a device reads them. What the system has just handed out is in the cache, for it has cleared it."""
 
-ROW_BYTES = 4 << 10
-"""Rows that make such an array have to be as large as this: lines at their ends are stored twice."""
+ROW_BYTES = 16 << 10
+"""NumPy stacks smaller rows as quickly."""
 
-MOST_THREADS = 12
+PAST_CACHE_THREADS = 12
 """More are in each other's way. On 32 cores 8 threads copied 42 GiB/s, 12 threads 52, 16 threads 38, 24 threads 33."""
-
-_LINE = "<8 x i64>"
-_CODE = """
-declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
-
-define internal void @copy_past_cache(ptr %to, ptr %from, i64 %size) {
-begin: ; what comes before the first whole line and after the last is copied as usual
-  %address = ptrtoint ptr %to to i64
-  %beyond = sub i64 0, %address
-  %misfit = and i64 %beyond, 63
-  %head = call i64 @llvm.umin.i64(i64 %misfit, i64 %size)
-  call void @llvm.memcpy.p0.p0.i64(ptr %to, ptr %from, i64 %head, i1 false)
-  %rest = sub i64 %size, %head
-  %lines = and i64 %rest, -64
-  %end = add i64 %head, %lines
-  br label %test
-
-test:
-  %at = phi i64 [%head, %begin], [%next, %line]
-  %more = icmp ult i64 %at, %end
-  br i1 %more, label %line, label %tail
-
-line:
-  %source = getelementptr i8, ptr %from, i64 %at
-  %target = getelementptr i8, ptr %to, i64 %at
-  %value = load LINE, ptr %source, align 1
-  store LINE %value, ptr %target, align 64, !nontemporal !0
-  %next = add i64 %at, 64
-  br label %test
-
-tail:
-  %last_source = getelementptr i8, ptr %from, i64 %end
-  %last_target = getelementptr i8, ptr %to, i64 %end
-  %left = sub i64 %size, %end
-  call void @llvm.memcpy.p0.p0.i64(ptr %last_target, ptr %last_source, i64 %left, i1 false)
-  fence seq_cst ; before anybody is told: stores past the cache know no order
-  ret void
-}
-
-declare i64 @llvm.umin.i64(i64, i64)
-
-define internal ptr @bytes_of(i64 %array) {
-  %field = add i64 %array, HEAD
-  %pointer = inttoptr i64 %field to ptr
-  %bytes = load ptr, ptr %pointer
-  ret ptr %bytes
-}
-
-define void @copy(ptr %table, i64 %count) { ; rows of: array to, array from, bytes
-  br label %test
-
-test:
-  %i = phi i64 [0, %0], [%next, %row]
-  %more = icmp ult i64 %i, %count
-  br i1 %more, label %row, label %done
-
-row:
-  %to_field = getelementptr [3 x i64], ptr %table, i64 %i, i64 0
-  %from_field = getelementptr [3 x i64], ptr %table, i64 %i, i64 1
-  %size_field = getelementptr [3 x i64], ptr %table, i64 %i, i64 2
-  %to = load i64, ptr %to_field
-  %from = load i64, ptr %from_field
-  %size = load i64, ptr %size_field
-  %target = call ptr @bytes_of(i64 %to)
-  %source = call ptr @bytes_of(i64 %from)
-  call void @copy_past_cache(ptr %target, ptr %source, i64 %size)
-  %next = add i64 %i, 1
-  br label %test
-
-done:
-  ret void
-}
-
-define void @stack(i64 %to, ptr %arrays, i64 %count, i64 %size, i1 %past_cache) { ; arrays of one size, one by one
-  %rows = call ptr @bytes_of(i64 %to)
-  br label %test
-
-test:
-  %i = phi i64 [0, %0], [%next, %after]
-  %more = icmp ult i64 %i, %count
-  br i1 %more, label %row, label %done
-
-row:
-  %field = getelementptr i64, ptr %arrays, i64 %i
-  %from = load i64, ptr %field
-  %source = call ptr @bytes_of(i64 %from)
-  %offset = mul i64 %i, %size
-  %target = getelementptr i8, ptr %rows, i64 %offset
-  br i1 %past_cache, label %past, label %plain
-
-past:
-  call void @copy_past_cache(ptr %target, ptr %source, i64 %size)
-  br label %after
-
-plain:
-  call void @llvm.memcpy.p0.p0.i64(ptr %target, ptr %source, i64 %size, i1 false)
-  br label %after
-
-after:
-  %next = add i64 %i, 1
-  br label %test
-
-done:
-  ret void
-}
-
-!0 = !{i32 1}
-"""
 
 
 class Native:
-    """The compiled code. Thread safety: all of it for any thread.
+    """The compiled code. Whoever calls it holds the arrays, and knows that they fit and share no byte.
+
+    Thread safety: all of it for any thread.
 
     Raises:
         Exception: LLVM has no code for this processor, or what it made does not copy.
     """
 
     def __init__(self) -> None:
-        addresses = _compiled(_CODE.replace("LINE", _LINE).replace("HEAD", str(object.__basicsize__)))
+        leaves = [np.arange(5 * 64 + 3, dtype=np.uint16).astype(np.uint8)[start:] for start in range(3)]
+        outs = [np.zeros(70 + len(leaf), np.uint8)[70:] for leaf in leaves]
         size, table = ctypes.c_size_t, ctypes.c_void_p
+        if any(size.from_address(id(leaf) + machine_code.HEAD_BYTES).value != leaf.ctypes.data for leaf in leaves):
+            raise RuntimeError("this NumPy has the bytes of its arrays elsewhere")
+        addresses = machine_code.compiled()
         self._copy = ctypes.CFUNCTYPE(None, table, size)(addresses["copy"])
         self._stack = ctypes.CFUNCTYPE(None, size, table, size, size, ctypes.c_bool)(addresses["stack"])
-        self._check()
-
-    def copy(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Copies each second array into the first where that pays and is a copy of bytes; returns the other pairs.
-
-        Blocking: until it is done, without the GIL.
-        """
-        left: list[Pair] = []
-        table: list[int] = []
-        for pair in pairs:
-            out, leaf = pair
-            if (size := out.nbytes) >= PAST_CACHE_BYTES and _is_copy_of_bytes(out, leaf) and _is_mapped(out):
-                table += id(out), id(leaf), size
-            else:
-                left.append(pair)
-        if table:
-            self._copy(_table(table), len(table) // 3)
-        return left
-
-    def stack(self, rows: np.ndarray, leaves: Sequence[np.ndarray]) -> bool:
-        """Copies leaf i to row i, all of one shape and dtype; False where these are no copies of bytes.
-
-        Blocking: until it is done, without the GIL.
-        """
-        if rows.dtype.hasobject or not (rows.flags.c_contiguous and all([leaf.flags.c_contiguous for leaf in leaves])):
-            return False
-        size = rows[:1].nbytes
-        past_cache = size >= ROW_BYTES and rows.nbytes >= PAST_CACHE_BYTES and _is_mapped(rows)
-        self._stack(id(rows), _table([*map(id, leaves)]), len(leaves), size, past_cache)
-        return True
-
-    def _check(self) -> None:
-        leaves = [np.arange(start, start + 5 * 64 + 3, dtype=np.uint8)[start:] for start in range(3)]
-        outs = [np.zeros(70 + len(leaf), np.uint8)[70:] for leaf in leaves]
-        table = [value for out, leaf in zip(outs, leaves, strict=True) for value in (id(out), id(leaf), leaf.size)]
-        self._copy(_table(table), len(leaves))
+        self.copy(list(zip(outs, leaves, strict=True)))
         if not all(map(np.array_equal, outs, leaves)):
             raise RuntimeError("what LLVM has compiled does not copy")
 
+    def copy(self, pairs: Sequence[Pair]) -> None:
+        """Copies the bytes of each second array to the first. Blocking: until it is done, without the GIL."""
+        table = array.array("Q")
+        for out, leaf in pairs:
+            table.extend((id(out), id(leaf), out.nbytes))
+        self._copy(table.buffer_info()[0], len(pairs))
 
-@functools.cache
-def native() -> Native | None:
-    """The compiled code, made at the first call; None where llvmlite is not installed. Says once what it lacks."""
-    try:
-        return Native()
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("llvmlite"):
-            raise
-    except Exception as error:
-        logger.warning("jaxprefetch: NumPy copies, for llvmlite is installed and does not serve: %s", error)
-    return None
+    def stack(self, rows: np.ndarray, leaves: Sequence[np.ndarray], *, past_cache: bool) -> None:
+        """Copies the bytes of leaf i to row i. Blocking: until it is done, without the GIL."""
+        table = array.array("Q", map(id, leaves))
+        self._stack(id(rows), table.buffer_info()[0], len(leaves), rows[:1].nbytes, past_cache)
 
 
-def _is_copy_of_bytes(out: np.ndarray, leaf: np.ndarray) -> bool:
+def copy_past_cache(pairs: list[Pair]) -> list[Pair]:
+    """Copies those of these pairs that go past the cache; returns the others. Blocking: until it is done."""
+    chosen = [goes_past_cache(*pair) for pair in pairs]
+    if True not in chosen or (code := native()) is None:
+        return pairs
+    code.copy([pair for pair, past_cache in zip(pairs, chosen, strict=True) if past_cache])
+    return [pair for pair, past_cache in zip(pairs, chosen, strict=True) if not past_cache]
+
+
+def goes_past_cache(out: np.ndarray, leaf: np.ndarray) -> bool:
+    """Whether that pays, is a copy of bytes, and can be done."""
     return (
-        out.shape == leaf.shape
+        out.nbytes >= PAST_CACHE_BYTES
+        and _is_mapped(out)
+        and out.shape == leaf.shape
         and out.dtype == leaf.dtype
         and not out.dtype.hasobject
+        and out.flags.writeable
         and out.flags.c_contiguous
         and leaf.flags.c_contiguous
+        and native() is not None
     )
 
 
-def _is_mapped(array: np.ndarray) -> bool:
-    base: object = array
+def can_stack(rows: np.ndarray, leaves: Sequence[np.ndarray]) -> bool:
+    """Whether that pays, is a copy of bytes, and can be done, for leaves of the shape and dtype of rows.
+
+    There may be more rows than leaves.
+    """
+    return (
+        rows.ndim > 1
+        and rows[:1].nbytes >= ROW_BYTES
+        and len(rows) >= len(leaves)
+        and rows.flags.c_contiguous
+        and rows.flags.writeable
+        and not rows.dtype.hasobject
+        and all([leaf.flags.c_contiguous for leaf in leaves])
+        and native() is not None
+    )
+
+
+def stack(rows: np.ndarray, leaves: Sequence[np.ndarray]) -> None:
+    """Copies leaf i to row i where all that can be stacked. Blocking: until it is done, without the GIL."""
+    code = native()
+    assert code is not None, "can_stack was not asked"
+    code.stack(rows, leaves, past_cache=rows.nbytes >= PAST_CACHE_BYTES and _is_mapped(rows))
+
+
+def native() -> Native | None:
+    """The compiled code once it is there, which the first call has a thread make. Never blocks."""
+    if _making.code is None:
+        _making.begin()
+    return _making.code
+
+
+class _Making:
+    """What makes the code, once in a process; a fork gets what there is."""
+
+    def __init__(self) -> None:
+        self.code: Native | None = None
+        self._began = threading.Lock()  # taken for good
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Starts the thread, in the first call."""
+        if self._began.acquire(blocking=False):
+            thread = threading.Thread(target=self._make, name="jaxprefetch-native", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread is to be had: NumPy copies
+                thread.start()
+                self._thread = thread
+
+    def wait(self) -> None:
+        """Waits for it, if it was begun: a fork while it runs would leave locks of llvmlite's taken in the child."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+
+    def _make(self) -> None:
+        try:
+            self.code = Native()
+        except Exception as error:
+            if not (isinstance(error, ModuleNotFoundError) and error.name == "llvmlite"):
+                logger.warning(
+                    "jaxprefetch: NumPy copies, for llvmlite is installed and does not serve (0.45 or newer would): %s",
+                    str(error).partition("\n")[0],
+                )
+
+
+_making = _Making()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=lambda: _making.wait())
+
+
+def _is_mapped(memory: np.ndarray) -> bool:
+    base: object = memory
     while isinstance(base, np.ndarray):
         base = base.base
     return isinstance(base, mmap.mmap) or (isinstance(base, memoryview) and isinstance(base.obj, mmap.mmap))
-
-
-def _table(values: Sequence[int]) -> ctypes.Array[ctypes.c_size_t]:
-    return (ctypes.c_size_t * len(values))(*values)
-
-
-def _compiled(code: str) -> dict[str, int]:
-    """Where the functions of this code are. It stays for good: a thread may be in it when the interpreter goes away."""
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(code)
-    module.verify()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
-    )
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    addresses = {name: engine.get_function_address(name) for name in ("copy", "stack")}
-    module.detach()
-    engine.detach()
-    return addresses

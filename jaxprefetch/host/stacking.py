@@ -17,10 +17,9 @@ import jax
 import numpy as np
 
 from jaxprefetch.errors import difference, some
+from jaxprefetch.host import native
 from jaxprefetch.host.copying import PARALLEL_BYTES, Copier, chunk_bytes
 from jaxprefetch.host.leaves import as_host, cure_of_class, fetch, is_closed, is_number, leaf_paths, plain
-from jaxprefetch.host.native import MOST_THREADS as NATIVE_THREADS
-from jaxprefetch.host.native import native
 
 SHARED_BYTES = 16 << 10
 """NumPy copies leaves of samples that are smaller on the calling thread: others would wait for the interpreter."""
@@ -29,6 +28,10 @@ BYTES_A_THREAD = 18 << 10
 """With NumPy a thread wants the GIL once a row, so that many wait for each other where rows are small. Measured on 16
 cores, GiB/s by 1, 2, 4, 8 and 12 threads: rows of 36 KiB 6, 10, 11, 5, 5; of 72 KiB 5, 10, 15, 11, 9; of 155 KiB 5,
 9, 16, 22, 18; of 310 KiB 6, 11, 18, 27, 29; of 618 KiB 6, 10, 20, 33, 44."""
+
+NATIVE_BYTES_A_THREAD = 8 << 10
+"""Native code wants it once for a piece. On 32 cores by 4, 8 and 12 threads, in pieces of 2 MiB: rows of 16 KiB 9, 9
+and 8 GiB/s, of 36 KiB 17, 14 and 14, of 155 KiB 22, 32 and 22, of 618 KiB 19, 38 and 34."""
 
 MOST_THREADS = 16
 """Of 24 with NumPy most waited: batches of samples came at half the rate."""
@@ -69,32 +72,31 @@ def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> No
     arrays = jax.tree_util.tree_leaves(out)
     tasks, most = [], copier.threads
     for array, column in zip(arrays, _columns(samples, arrays, where), strict=True):
-        size, rows = array[:1].nbytes, len(column)
-        threads = _threads(array, copier.threads)
-        if threads < 2 or size * rows < PARALLEL_BYTES:
-            _fill(array, column, 0, rows)
+        size, rows, natively = array[:1].nbytes, len(column), native.can_stack(array, column)
+        threads = _threads(size, copier.threads, natively=natively)
+        if threads < 2 or size * rows <= PARALLEL_BYTES:
+            _fill(array, column, 0, rows, natively)
         else:
             step = max(min(chunk_bytes(size * rows, threads) // size, -(-rows // threads)), 1)
-            tasks += [functools.partial(_fill, array, column, at, at + step) for at in range(0, rows, step)]
+            tasks += [functools.partial(_fill, array, column, at, at + step, natively) for at in range(0, rows, step)]
             most = min(most, threads)
     if tasks:
         copier.run(tasks, most=most)
 
 
-def _threads(array: np.ndarray, most: int) -> int:
-    """How many stack rows of this array best."""
-    size = array[:1].nbytes
-    if array.ndim > 1 and native() is not None:
-        return min(most, NATIVE_THREADS)
+def _threads(size: int, most: int, *, natively: bool) -> int:
+    """How many stack rows of so many bytes best."""
+    if natively:
+        return max(min(size // NATIVE_BYTES_A_THREAD, most, native.PAST_CACHE_THREADS), 2)
     return max(min(size // BYTES_A_THREAD, most, MOST_THREADS), 2) if size >= SHARED_BYTES else 1
 
 
-def _fill(array: np.ndarray, column: Sequence[Any], start: int, stop: int) -> None:
+def _fill(array: np.ndarray, column: Sequence[Any], start: int, stop: int, natively: bool) -> None:
     rows, leaves = array[start : min(stop, len(column))], column[start:stop]
-    if rows.ndim == 1:
+    if natively:
+        native.stack(rows, leaves)
+    elif rows.ndim == 1:
         rows[...] = leaves
-    elif (copies := native()) is not None and copies.stack(rows, leaves):
-        pass
     elif rows.flags.c_contiguous:  # by 8 threads half as much again as a loop of np.copyto; np.stack makes views first
         np.concatenate(leaves, out=rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]))
     else:
