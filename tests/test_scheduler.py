@@ -21,6 +21,7 @@ NOT_DRIVEN = {
     "demo.py": "a clock",
     "device/context.py": "a thread that is joined at once",
     "device/link.py": "a clock",
+    "host/native.py": "a thread that nobody waits for but a fork",
     "loop.py": "a clock, on the loop's thread",
     "processes/gate.py": "a thread that asks other processes: tested with some",
     "processes/others.py": "a clock",

@@ -115,10 +115,7 @@ def pinned_bytes(nbytes: int, client, fill) -> Iterator[tuple[np.ndarray, bool]]
 
 
 def touch(nbytes: int) -> None:
-    """Uses so many bytes and gives them back: virtual machines may get their memory only when it is first used.
-
-    Else who comes first waits for that, on a host of 2026 three seconds for 8 GiB.
-    """
+    """Uses so many bytes and gives them back: a virtual machine may get them only then, and who comes first waits."""
     with pinned_bytes(nbytes, None, _zero):
         pass
 

@@ -28,7 +28,7 @@ HOST = {
     "process_us": "us of CPU a step, of the process",
     "batches_per_s": "batches a second with nothing else",
 }
-PACKAGES = ("jaxprefetch", "jax", "jaxlib", "flax", "grain", "torch", "numpy")
+PACKAGES = ("jaxprefetch", "jax", "jaxlib", "flax", "grain", "torch", "numpy", "llvmlite")
 UNITS = {
     "link": "GiB/s, all devices",
     "rl": "ms added to the best possible step",
