@@ -146,15 +146,15 @@ class _Making:
     def begin(self) -> None:
         """Starts the thread, in the first call."""
         if self._began.acquire(blocking=False):
-            thread = threading.Thread(target=self._make, name="jaxprefetch-native", daemon=True)
+            self._thread = threading.Thread(target=self._make, name="jaxprefetch-native", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread is to be had: NumPy copies
-                thread.start()
-                self._thread = thread
+                self._thread.start()
 
     def wait(self) -> None:
-        """Waits for it, if it was begun: a fork while it runs would leave locks of llvmlite's taken in the child."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=10)
+        """Waits until it has ended, if it runs: a fork meanwhile would leave locks of llvmlite's taken in the child."""
+        thread = self._thread
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join(timeout=10)
 
     def _make(self) -> None:
         try:
