@@ -7,6 +7,7 @@ import logging
 import mmap
 import threading
 
+import llvmlite
 import numpy as np
 import pytest
 from gated import run_python
@@ -261,8 +262,8 @@ def test_many_threads_ask_and_it_is_made_once(monkeypatch, caplog) -> None:
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
             logging.WARNING,
-            "jaxprefetch: NumPy copies, for llvmlite is installed and does not serve (0.45 or newer would): "
-            "cannot allocate executable memory",
+            f"jaxprefetch: NumPy copies, with the same values, for llvmlite ({llvmlite.__file__}) does not serve: "
+            "OSError: cannot allocate executable memory. Install it anew, or remove it.",
         )
     ]
 
@@ -280,6 +281,21 @@ def test_without_llvmlite_nothing_is_said(monkeypatch, caplog, missing: str, sai
     native._making.wait()
     assert native.native() is None
     assert len(caplog.records) == said
+
+
+def test_an_llvmlite_that_is_too_old_is_told_to_who_listens(monkeypatch, caplog) -> None:
+    """An older numba needs it, so that it is nobody's fault."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(llvmlite, "__version__", "0.44.0rc1")
+    monkeypatch.setattr(native, "_making", native._Making())
+    assert native.native() is None
+    native._making.wait()
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (
+            logging.INFO,
+            "jaxprefetch: NumPy copies, with the same values: llvmlite 0.44.0rc1 is too old, 0.45 or newer is needed.",
+        )
+    ]
 
 
 def test_where_memory_may_not_become_code_numpy_copies(monkeypatch) -> None:

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import platform
 
+OLDEST = 0, 45
+"""Version of llvmlite that this is written for."""
+
 HEAD_BYTES = object.__basicsize__
 """Of an object; those of an array go on with the address of its bytes."""
 
@@ -136,12 +139,22 @@ def text() -> str:
     return declared + CODE.replace("FENCE", fence).replace("HEAD", str(HEAD_BYTES))
 
 
+class TooOld(Exception):
+    """An llvmlite that somebody else needs."""
+
+
 def compiled() -> dict[str, int]:
     """Where these functions are. They stay for good: a thread may be in one when the interpreter goes away.
 
     Raises:
-        Exception: llvmlite is not installed or another than expected, or this system or processor allows no such code.
+        TooOld: llvmlite does not know the language of this text yet.
+        Exception: llvmlite is not installed or broken, or this system or processor allows no such code.
     """
+    import llvmlite
+
+    version = llvmlite.__version__
+    if [*map(int, version.split(".")[:2])] < [*OLDEST]:
+        raise TooOld(f"llvmlite {version} is too old, {OLDEST[0]}.{OLDEST[1]} or newer is needed")
     import llvmlite.binding as llvm
 
     llvm.check_jit_execution()  # where memory may not become code: an error here, and the end of the process later

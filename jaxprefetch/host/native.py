@@ -22,6 +22,7 @@ import ctypes
 import logging
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -159,10 +160,15 @@ class _Making:
     def _make(self) -> None:
         try:
             self.code = Native()
+        except machine_code.TooOld as error:
+            logger.info("jaxprefetch: NumPy copies, with the same values: %s.", error)
         except Exception as error:
             if not (isinstance(error, ModuleNotFoundError) and error.name == "llvmlite"):
                 logger.warning(
-                    "jaxprefetch: NumPy copies, for llvmlite is installed and does not serve (0.45 or newer would): %s",
+                    "jaxprefetch: NumPy copies, with the same values, for llvmlite (%s) does not serve: %s: %s. "
+                    "Install it anew, or remove it.",
+                    getattr(sys.modules.get("llvmlite"), "__file__", "not found"),
+                    type(error).__name__,
                     str(error).partition("\n")[0],
                 )
 
