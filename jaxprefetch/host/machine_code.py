@@ -89,12 +89,12 @@ done:
   ret void
 }
 
-define void @stack(i64 %to, ptr %arrays, i64 %count, i64 %size, i1 %past_cache) { ; arrays of one size, one by one
+define void @stack(i64 %to, ptr %arrays, i64 %count, i64 %size) { ; arrays of one size, one by one
   %rows = call ptr @bytes_of(i64 %to)
   br label %test
 
 test:
-  %i = phi i64 [0, %0], [%next, %after]
+  %i = phi i64 [0, %0], [%next, %row]
   %more = icmp ult i64 %i, %count
   br i1 %more, label %row, label %done
 
@@ -104,17 +104,7 @@ row:
   %source = call ptr @bytes_of(i64 %from)
   %offset = mul i64 %i, %size
   %target = getelementptr i8, ptr %rows, i64 %offset
-  br i1 %past_cache, label %past, label %plain
-
-past:
   call void @copy_past_cache(ptr %target, ptr %source, i64 %size)
-  br label %after
-
-plain:
-  call void @llvm.memcpy.p0.p0.i64(ptr %target, ptr %source, i64 %size, i1 false)
-  br label %after
-
-after:
   %next = add i64 %i, 1
   br label %test
 

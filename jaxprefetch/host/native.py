@@ -36,7 +36,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 """Where to, and from where."""
 
 PAST_CACHE_BYTES = 1 << 20
-"""Arrays as large as this in mapped memory are written past the cache. That is where slots lie: they have been touched,
+"""What is as large as this in mapped memory is written past the cache. That is where slots lie: they have been touched,
 and a device reads them. What the system has just handed out is in the cache, for it has cleared it."""
 
 ROW_BYTES = 16 << 10
@@ -63,7 +63,7 @@ class Native:
             raise RuntimeError("this NumPy has the bytes of its arrays elsewhere")
         addresses = machine_code.compiled()
         self._copy = ctypes.CFUNCTYPE(None, table, size)(addresses["copy"])
-        self._stack = ctypes.CFUNCTYPE(None, size, table, size, size, ctypes.c_bool)(addresses["stack"])
+        self._stack = ctypes.CFUNCTYPE(None, size, table, size, size)(addresses["stack"])
         self.copy(list(zip(outs, leaves, strict=True)))
         if not all(map(np.array_equal, outs, leaves)):
             raise RuntimeError("what LLVM has compiled does not copy")
@@ -75,10 +75,10 @@ class Native:
             table.extend((id(out), id(leaf), out.nbytes))
         self._copy(table.buffer_info()[0], len(pairs))
 
-    def stack(self, rows: np.ndarray, leaves: Sequence[np.ndarray], *, past_cache: bool) -> None:
+    def stack(self, rows: np.ndarray, leaves: Sequence[np.ndarray]) -> None:
         """Copies the bytes of leaf i to row i. Blocking: until it is done, without the GIL."""
         table = array.array("Q", map(id, leaves))
-        self._stack(id(rows), table.buffer_info()[0], len(leaves), rows[:1].nbytes, past_cache)
+        self._stack(id(rows), table.buffer_info()[0], len(leaves), rows[:1].nbytes)
 
 
 def copy_past_cache(pairs: list[Pair]) -> list[Pair]:
@@ -113,6 +113,8 @@ def can_stack(rows: np.ndarray, leaves: Sequence[np.ndarray]) -> bool:
     return (
         rows.ndim > 1
         and rows[:1].nbytes >= ROW_BYTES
+        and rows.nbytes >= PAST_CACHE_BYTES
+        and _is_mapped(rows)
         and len(rows) >= len(leaves)
         and rows.flags.c_contiguous
         and rows.flags.writeable
@@ -126,7 +128,7 @@ def stack(rows: np.ndarray, leaves: Sequence[np.ndarray]) -> None:
     """Copies leaf i to row i where all that can be stacked. Blocking: until it is done, without the GIL."""
     code = native()
     assert code is not None, "can_stack was not asked"
-    code.stack(rows, leaves, past_cache=rows.nbytes >= PAST_CACHE_BYTES and _is_mapped(rows))
+    code.stack(rows, leaves)
 
 
 def native() -> Native | None:

@@ -22,7 +22,7 @@ from jaxprefetch.host.copying import PARALLEL_BYTES, Copier, chunk_bytes
 from jaxprefetch.host.leaves import as_host, cure_of_class, fetch, is_closed, is_number, leaf_paths, plain
 
 SHARED_BYTES = 16 << 10
-"""NumPy copies leaves of samples that are smaller on the calling thread: others would wait for the interpreter."""
+"""Leaves of samples that are smaller are copied on the calling thread: others would wait for the interpreter."""
 
 BYTES_A_THREAD = 18 << 10
 """With NumPy a thread wants the GIL once a row, so that many wait for each other where rows are small. Measured on 16
@@ -86,7 +86,7 @@ def stack(samples: Sequence[Any], out: Any, *, where: str, copier: Copier) -> No
 
 def _threads(size: int, most: int, *, natively: bool) -> int:
     """How many stack rows of so many bytes best."""
-    if size < SHARED_BYTES and not natively:
+    if size < SHARED_BYTES:
         return 1
     return max(min(size // (NATIVE_BYTES_A_THREAD if natively else BYTES_A_THREAD), most, MOST_THREADS), 2)
 
