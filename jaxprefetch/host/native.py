@@ -1,4 +1,4 @@
-"""Copies past the cache, where the extra `native` (llvmlite) is installed: NumPy's go through it, but the largest.
+"""Copies past the cache, where the extra `native` (llvmlite) is installed: NumPy's go through it, the largest apart.
 
 Synopsis:
 
