@@ -43,7 +43,7 @@ PLACES = {
     "source uses JAX": "batches = prefetch(jitted()); train(batches); begin()",
     "no reader": "batches = prefetch(numbered(), host_size=0); train(batches); begin()",
     "several": "many = [prefetch(stuck()) for _ in range(4)]; [next(batches) for batches in many]; begin()",
-    "main waits": "tell_when_asked = True; list(prefetch(stuck()))",
+    "main waits": "main_waits = True; take_two_and_wait(prefetch(stuck()))",
     "caller waits": "caller(lambda: take_all(prefetch(stuck()))); taken.wait(); begin()",
     "caller copies": "caller(lambda: next(prefetch(large(), host_size=0))); asked.wait(); begin()",
     "caller trains": "caller(lambda: train(prefetch(numbered()), 10**9)); asked.wait(); begin()",
@@ -56,7 +56,7 @@ PLACES = {
 WITH_WORKERS = {
     "workers": "batches = prefetch(workers); train(batches); begin()",
     "workers wait": "workers.most = 2; batches = prefetch(workers); next(batches); workers.stuck.wait(); begin()",
-    "workers and main wait": "workers.most = 2; workers.tell = tell; list(prefetch(workers))",
+    "workers and main wait": "workers.most = 2; workers.tell = tell_when_taken; take_two_and_wait(prefetch(workers))",
 }
 """The same, with a source whose batches come from worker processes."""
 
@@ -71,7 +71,7 @@ import jax
 from jaxprefetch import DeviceQueue, prefetch_to_device as prefetch
 
 asked, taken = threading.Event(), threading.Event()
-tell_when_asked = False
+main_waits = False
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if WAY == "SIGTERM, handled":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
@@ -97,9 +97,18 @@ def numbered():
 def stuck(before=None):
     yield from itertools.islice(before or numbered(), 2)
     asked.set()
-    if tell_when_asked:
-        tell()
+    if main_waits:
+        tell_when_taken()
     threading.Event().wait()
+
+def tell_when_taken():  # what is compiled for the first batch may run code that has Python forget of a Ctrl-C
+    taken.wait()
+    tell()
+
+def take_two_and_wait(batches):
+    next(batches), next(batches)
+    taken.set()
+    next(batches)
 
 class Large:
     def __array__(self, dtype=None, copy=None):
