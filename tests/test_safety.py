@@ -91,11 +91,8 @@ def test_raw_memory_has_its_place() -> None:
     """One file calls the driver, one native code; another maps memory and cuts it, as the probe of the link does."""
     assert [path.name for path in FILES if "ctypes" in modules_of(path)] == ["pinning.py", "native.py"]
     assert [path.name for path in FILES if calls_of(path) & {".dma_map", ".dma_unmap"}] == ["pinning.py"]
-    assert [path.name for path in FILES if "mmap" in modules_of(path)] == [
-        "link.py",
-        "native.py",
-        "slots.py",
-    ]  # tells by it
+    mapping = [path.name for path in FILES if "mmap" in modules_of(path)]
+    assert mapping == ["link.py", "native.py", "slots.py"]  # native.py only looks what is mapped
 
 
 @pytest.mark.parametrize(("offset", "values"), [(4096, 1), (0, 1025), (-64, 4), (4032, 17), (1 << 40, 1)])

@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    addresses = compiled()          # of two functions, by name: "copy" and "stack"
+    address = compiled()            # of `copy`
 
 An array is given by the address of its object, behind whose head its bytes are pointed to: `PyArrayObject`, a part of
 NumPy's ABI, which whoever uses this looks at first. To ask Python for the address of its bytes takes a microsecond.
@@ -63,7 +63,7 @@ define internal ptr @bytes_of(i64 %array) {
   ret ptr %bytes
 }
 
-define void @copy(ptr %table, i64 %count) { ; rows of: array to, array from, bytes
+define void @copy(ptr %table, i64 %count) { ; rows of: array to, which of its bytes, array from, bytes
   br label %test
 
 test:
@@ -72,38 +72,17 @@ test:
   br i1 %more, label %row, label %done
 
 row:
-  %to_field = getelementptr [3 x i64], ptr %table, i64 %i, i64 0
-  %from_field = getelementptr [3 x i64], ptr %table, i64 %i, i64 1
-  %size_field = getelementptr [3 x i64], ptr %table, i64 %i, i64 2
+  %to_field = getelementptr [4 x i64], ptr %table, i64 %i, i64 0
+  %offset_field = getelementptr [4 x i64], ptr %table, i64 %i, i64 1
+  %from_field = getelementptr [4 x i64], ptr %table, i64 %i, i64 2
+  %size_field = getelementptr [4 x i64], ptr %table, i64 %i, i64 3
   %to = load i64, ptr %to_field
+  %offset = load i64, ptr %offset_field
   %from = load i64, ptr %from_field
   %size = load i64, ptr %size_field
-  %target = call ptr @bytes_of(i64 %to)
+  %first = call ptr @bytes_of(i64 %to)
+  %target = getelementptr i8, ptr %first, i64 %offset
   %source = call ptr @bytes_of(i64 %from)
-  call void @copy_past_cache(ptr %target, ptr %source, i64 %size)
-  %next = add i64 %i, 1
-  br label %test
-
-done:
-  FENCE
-  ret void
-}
-
-define void @stack(i64 %to, ptr %arrays, i64 %count, i64 %size) { ; arrays of one size, one by one
-  %rows = call ptr @bytes_of(i64 %to)
-  br label %test
-
-test:
-  %i = phi i64 [0, %0], [%next, %row]
-  %more = icmp ult i64 %i, %count
-  br i1 %more, label %row, label %done
-
-row:
-  %field = getelementptr i64, ptr %arrays, i64 %i
-  %from = load i64, ptr %field
-  %source = call ptr @bytes_of(i64 %from)
-  %offset = mul i64 %i, %size
-  %target = getelementptr i8, ptr %rows, i64 %offset
   call void @copy_past_cache(ptr %target, ptr %source, i64 %size)
   %next = add i64 %i, 1
   br label %test
@@ -133,8 +112,8 @@ class TooOld(Exception):
     """An llvmlite that somebody else needs."""
 
 
-def compiled() -> dict[str, int]:
-    """Where these functions are. They stay for good: a thread may be in one when the interpreter goes away.
+def compiled() -> int:
+    """Where `copy` is. It stays for good: a thread may be in it when the interpreter goes away.
 
     Raises:
         TooOld: llvmlite does not know the language of this text yet.
@@ -157,6 +136,6 @@ def compiled() -> dict[str, int]:
     )
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    addresses = {name: engine.get_function_address(name) for name in ("copy", "stack")}
+    address = engine.get_function_address("copy")
     engine.detach()
-    return addresses
+    return address

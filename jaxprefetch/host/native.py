@@ -16,7 +16,6 @@ for it, and no exception that strikes a caller leaves a lock of llvmlite's taken
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import logging
@@ -58,27 +57,26 @@ class Native:
     def __init__(self) -> None:
         leaves = [np.arange(5 * 64 + 3, dtype=np.uint16).astype(np.uint8)[start:] for start in range(3)]
         outs = [np.zeros(70 + len(leaf), np.uint8)[70:] for leaf in leaves]
-        size, table = ctypes.c_size_t, ctypes.c_void_p
+        size = ctypes.c_size_t
         if any(size.from_address(id(leaf) + machine_code.HEAD_BYTES).value != leaf.ctypes.data for leaf in leaves):
             raise RuntimeError("this NumPy has the bytes of its arrays elsewhere")
-        addresses = machine_code.compiled()
-        self._copy = ctypes.CFUNCTYPE(None, table, size)(addresses["copy"])
-        self._stack = ctypes.CFUNCTYPE(None, size, table, size, size)(addresses["stack"])
+        self._copy = ctypes.CFUNCTYPE(None, ctypes.c_void_p, size)(machine_code.compiled())
         self.copy(list(zip(outs, leaves, strict=True)))
         if not all(map(np.array_equal, outs, leaves)):
             raise RuntimeError("what LLVM has compiled does not copy")
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copies the bytes of each second array to the first. Blocking: until it is done, without the GIL."""
-        table = array.array("Q")
-        for out, leaf in pairs:
-            table.extend((id(out), id(leaf), out.nbytes))
-        self._copy(table.buffer_info()[0], len(pairs))
+        table = np.array([(id(out), 0, id(leaf), out.nbytes) for out, leaf in pairs], np.uint64)
+        self._copy(table.ctypes.data, len(table))
 
     def stack(self, rows: np.ndarray, leaves: Sequence[np.ndarray]) -> None:
         """Copies the bytes of leaf i to row i. Blocking: until it is done, without the GIL."""
-        table = array.array("Q", map(id, leaves))
-        self._stack(id(rows), table.buffer_info()[0], len(leaves), rows[:1].nbytes)
+        size = rows[:1].nbytes
+        table = np.empty((len(leaves), 4), np.uint64)
+        table[:, 0], table[:, 2], table[:, 3] = id(rows), [*map(id, leaves)], size
+        table[:, 1] = np.arange(0, len(leaves) * size, size)
+        self._copy(table.ctypes.data, len(table))
 
 
 def copy_past_cache(pairs: list[Pair]) -> list[Pair]:
