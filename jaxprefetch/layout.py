@@ -4,7 +4,7 @@ Synopsis:
 
     layout = Layout(parts, options, number=0)
     rows = layout.rows(leaves)
-    plan, order = layout.plan(leaves, deliver=rows, number=0, context=context)
+    plan, order = layout.plan(leaves, rows, 0, context)
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Layout:
         return next((len(leaf) for leaf in leaves if np.ndim(leaf)), None)
 
     def plan(
-        self, leaves: Sequence[Any], *, deliver: int | None, number: int, context: Context
+        self, leaves: Sequence[Any], deliver: int | None, number: int, context: Context
     ) -> tuple[Plan, tuple[int, ...]]:
         """The plan to deliver so many rows, and where each of its leaves is in the batch (one past the last: mask)."""
         if self._plan is None or self._plan[0] != deliver:

@@ -108,11 +108,12 @@ class DevicePrefetcher(Generic[T]):
         """
         batch: Any = _NOTHING
         try:
-            if not self._is_free():
+            if self._turn.locked() and not self._is_free():
                 raise StopIteration
             with self._turn:
                 batch = self._next()
-            self._clear_if_closed()
+            if self._feed.closed:
+                self._clear_if_closed()
             self._undelivered = _NOTHING
             return batch
         except BaseException:
@@ -232,14 +233,12 @@ class DevicePrefetcher(Generic[T]):
 
         False when the prefetcher is closed just now. Another thread that is quicker has to be waited for.
         """
-        if not self._turn.locked():
-            return True
-        if self._feed.closed:
-            return False
-        raise RuntimeError(
-            "next() was called while another call of it runs: one thread at a time may take batches. "
-            "Take them in one thread and hand them on."
-        )
+        if (taken := self._turn.locked()) and not self._feed.closed:
+            raise RuntimeError(
+                "next() was called while another call of it runs: one thread at a time may take batches. "
+                "Take them in one thread and hand them on."
+            )
+        return not taken
 
     def _clear_if_closed(self) -> None:
         """Frees what a closed prefetcher still holds: whoever has the turn last, or closes when nobody has it."""
@@ -289,10 +288,11 @@ class DevicePrefetcher(Generic[T]):
             return self._undelivered
         if self._over:
             self._feed.raise_end()
-        self._begin_pass()
-        self._places.forget(self._taken())
+        if not self._readers:
+            self._begin_pass()
+        self._places.forget(taken := self._taken())
         for reader in self._readers:
-            reader.before_next(self._taken())
+            reader.before_next(taken)
         try:
             return self._feed.next()
         except BaseException as error:

@@ -19,7 +19,7 @@ import numpy as np
 from jaxprefetch.device.pinning import Pinning
 from jaxprefetch.device.placement import Placement, Target
 from jaxprefetch.device.plan import Plan
-from jaxprefetch.errors import Noted
+from jaxprefetch.errors import add_note
 from jaxprefetch.fillers import Fillers
 from jaxprefetch.host.batching import LastBatch
 from jaxprefetch.host.leaves import (
@@ -40,6 +40,8 @@ from jaxprefetch.stowage import Stowage
 
 FEW_BYTES = 1 << 20
 """So many are sent as quickly from memory that the driver does not know."""
+
+STAGED = "jaxprefetch: raised while batch {} was staged"
 
 
 def stager(
@@ -115,8 +117,11 @@ class Stager:
         Raises:
             TypeError, ValueError: `spec` is no such description, or such a batch cannot go where it should.
         """
-        with Noted(f"jaxprefetch: raised while batch {number} was staged", unless="Batch "):
+        try:
             return self._offer(spec, number, reserve)
+        except Exception as error:
+            add_note(error, STAGED.format(number), unless="Batch ")
+            raise
 
     def stage(self, raw: Any, number: int, reserve: Reserve) -> Staged | None:
         """One batch ready to be put, or an offer that has been written; None for a short last one that is left out.
@@ -127,8 +132,11 @@ class Stager:
             TypeError, ValueError, OverflowError: the batch cannot go where it should; names the batch and the leaf.
             Exception: what a leaf, a node or the predicate of `keep_on_host` raises, with the batch in a note.
         """
-        with Noted(f"jaxprefetch: raised while batch {number} was staged", unless="Batch "):
+        try:  # a context manager takes longer
             return self._stage(raw, number, reserve)
+        except Exception as error:
+            add_note(error, STAGED.format(number), unless="Batch ")
+            raise
 
     def filler(self, number: int) -> Staged | None:
         """A batch like the last one, all of it padding."""
@@ -144,7 +152,7 @@ class Stager:
             room = self._policy.room(room, described.layout.shards)
             if room is None:  # all that can be done with what is written is to leave it out
                 return Offer(number, described, None, (), Fresh(), self._beside)
-        plan, order = self._plan(described.layout, described.whole.leaves, room, number)
+        plan, order = described.layout.plan(described.whole.leaves, room, number, self._placement.context)
         reserve(plan.host_bytes)
         return Offer(number, described, plan, order, self._memory.take(plan.host_bytes), self._beside)
 
@@ -174,8 +182,9 @@ class Stager:
                 return None
             if self._fillers is not None:
                 self._fillers.note(parts, rows, self._options.batch_axis)
-        plan, order = self._plan(layout, parts.leaves, deliver, number)
-        self._shapes.compare(plan, number)
+        plan, order = layout.plan(parts.leaves, deliver, number, self._placement.context)
+        if plan is not self._shapes.first:
+            self._shapes.compare(plan, number)
         if offer is not None and (parcels := offer.parcels(plan, self._copier)) is not None:
             return Staged(parcels, plan, offer.slot)
         leaves = in_order(plan, order, parts.leaves, rows)
@@ -185,11 +194,6 @@ class Stager:
         reserve(-offer.plan.host_bytes)  # a batch must not wait for what it has itself
         reserve(plan.host_bytes)
         return self._in_place(offer, plan, leaves, number)
-
-    def _plan(
-        self, layout: Layout, leaves: Sequence[Any], deliver: int | None, number: int
-    ) -> tuple[Plan, tuple[int, ...]]:
-        return layout.plan(leaves, deliver=deliver, number=number, context=self._placement.context)
 
     def _apart(self, raw: Any, number: int) -> Parts:
         leaves, treedef = jax.tree_util.tree_flatten(raw)
@@ -260,6 +264,8 @@ class Stager:
     def _own(self, plan: Plan, leaves: list[Any], number: int) -> Staged:
         """Host memory of our own for every leaf that needs it."""
         leaves, copied = self._sorting.sort(plan, leaves, number)
+        if not copied and plan.packing is None:
+            return Staged(leaves, plan, Fresh())
         slot = self._take(plan, copied)
         try:
             return Staged(self._copied(plan, leaves, copied, slot), plan, slot)
@@ -272,8 +278,6 @@ class Stager:
 
         For the labels of images that a loader has pinned it would be another batch of pinned memory.
         """
-        if not copied:
-            return Fresh()
         if len(copied) < len(plan.leaves):
             nbytes = sum([plan.leaves[i].nbytes for i in copied])
             if nbytes <= FEW_BYTES <= plan.host_bytes - nbytes:

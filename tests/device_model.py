@@ -284,13 +284,13 @@ class Model:
         for _ in range(MOST_ROUNDS):
             self.timeline.advance(self.timeline.now)
             action = self.window.decide()
-            if action.do is Do.END:
+            if action[0] is Do.END:
                 return None
-            if action.do is Do.NO_ROOM:
-                raise NoRoom(f"batch {action.batch}: (needed, charged, by the hand-out) = {self.window.shortage()}")
-            if action.do is Do.HAND_OUT:
+            if action[0] is Do.NO_ROOM:
+                raise NoRoom(f"batch {action[1]}: (needed, charged, by the hand-out) = {self.window.shortage()}")
+            if action[0] is Do.HAND_OUT:
                 return self._hand_out()
-            getattr(self, f"_{action.do.name.lower()}")(action.batch)
+            getattr(self, f"_{action[0].name.lower()}")(action[1])
         raise Deadlock(f"{MOST_ROUNDS} rounds without a batch, the last one {action}")
 
     def _hand_out(self) -> int:

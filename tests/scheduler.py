@@ -581,7 +581,13 @@ class Clock:
 
 
 THREADING = SimpleNamespace(
-    Thread=Thread, Lock=Lock, RLock=RLock, Condition=Condition, current_thread=threading.current_thread
+    Thread=Thread,
+    Lock=Lock,
+    RLock=RLock,
+    Condition=Condition,
+    current_thread=threading.current_thread,
+    get_ident=threading.get_ident,
+    enumerate=threading.enumerate,
 )
 
 DRIVEN: dict[Any, dict[str, Any]] = {

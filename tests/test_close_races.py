@@ -209,11 +209,11 @@ def test_loader_that_is_closed_from_outside_is_not_opened_again(monkeypatch):
             opened.append(Pass())
             return opened[-1]
 
-    def asking(pipeline, number, call):
+    def asking(pipeline, number, call, *args):
         if number == 1 and not late.is_set():
             late.set()
             wait(gate)
-        return ask(pipeline, number, call)
+        return ask(pipeline, number, call, *args)
 
     monkeypatch.setattr(Pipeline, "_ask", asking)
     batches = prefetch_to_device(Passes())

@@ -43,8 +43,8 @@ class LeadOfOne(Window):
 
     def decide(self) -> Action:
         action = super().decide()
-        if action.do is Do.ISSUE and action.batch > self.taken:
-            return Action(Do.HAND_OUT, self.taken)
+        if action[0] is Do.ISSUE and action[1] > self.taken:
+            return (Do.HAND_OUT, self.taken)
         return action
 
 
@@ -53,8 +53,8 @@ class HandsOutAtOnce(Window):
 
     def decide(self) -> Action:
         action = super().decide()
-        if action.do in (Do.AWAIT_STAGED, Do.FENCE):
-            return Action(Do.HAND_OUT, self.taken)
+        if action[0] in (Do.AWAIT_STAGED, Do.FENCE):
+            return (Do.HAND_OUT, self.taken)
         return action
 
 
@@ -63,7 +63,7 @@ class AlwaysWaitsForTheNext(Window):
 
     def decide(self) -> Action:
         action = super().decide()
-        return Action(Do.AWAIT_SOURCE, action.batch) if action.do in (Do.AWAIT_STAGED, Do.FENCE) else action
+        return (Do.AWAIT_SOURCE, action[1]) if action[0] in (Do.AWAIT_STAGED, Do.FENCE) else action
 
 
 class NotGated(Model):

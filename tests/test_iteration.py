@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import queue
+import threading
 
 import jax
 import pytest
-from gated import Counted, Gated, InThread, Loader, batch, number, numbers, reader_threads
+from gated import LIMIT_S, Counted, Gated, InThread, Loader, batch, number, numbers, reader_threads
 
 from jaxprefetch import prefetch_to_device
+from jaxprefetch.device.placement import Placement
+from jaxprefetch.host.pipeline import Pipeline
+from jaxprefetch.host.reader import Reader
+from jaxprefetch.host.source import Source
+from jaxprefetch.layout import StagingOptions
+from jaxprefetch.staging import Stager
 
 by_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 by_host_size = pytest.mark.parametrize("host_size", [0, 1, 4])
@@ -163,6 +170,47 @@ def test_nothing_is_pulled_before_the_first_next():
         iter(batches)
         assert source.pulled == 0
         assert not reader_threads()
+
+
+# ---- room on the host
+
+
+class Bell(queue.SimpleQueue):
+    """Tells when somebody waits for it, and counts how often it was rung."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited_for, self.rung = threading.Event(), 0
+
+    def get(self, *args, **options):
+        self.waited_for.set()
+        return super().get(*args, **options)
+
+    def put(self, item, *args, **options):
+        self.rung += 1
+        super().put(item, *args, **options)
+
+
+@pytest.mark.parametrize(
+    ("host_size", "issued", "rung"),
+    [(1, 1, 1), (2, 1, 1), (3, 1, 0), (3, 2, 1), (4, 1, 0), (4, 2, 1), (4, 3, 1), (8, 3, 0), (8, 4, 1)],
+)
+@pytest.mark.parametrize("now", [False, True])
+def test_a_reader_is_woken_once_half_of_its_batches_are_gone(host_size, issued, rung, now):
+    """Or at once where that is asked for, as before every wait."""
+    source = Counted()
+    reader = Reader(Pipeline(Source(source), Stager(Placement(), StagingOptions())), host_size=host_size)
+    reader._room = bell = Bell()
+    reader.start()
+    assert bell.waited_for.wait(LIMIT_S)
+    assert source.pulled == host_size
+    bell.waited_for.clear()
+    reader.give_room(issued, 0, now)
+    assert bell.rung == (1 if now else rung)
+    if bell.rung:  # it fills up what is free, and waits again
+        assert bell.waited_for.wait(LIMIT_S)
+        assert source.pulled == host_size + issued
+    reader.close()
 
 
 # ---- element_spec

@@ -16,8 +16,8 @@ from test_placement import CONTEXTS
 
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.device import packing
-from jaxprefetch.device.arrivals import Arrivals
-from jaxprefetch.device.handout import Delivery
+from jaxprefetch.device.kept import KeptBatches
+from jaxprefetch.host.reader import Reader
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "packed"], autouse=True)
@@ -88,21 +88,23 @@ def test_every_batch_goes_through_the_function(kind: str, options: dict[str, Any
 def test_the_reader_wakes_before_the_call_that_lets_go_of_the_gil(
     on_device: Any, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It wants the GIL: woken after the call it would hold up the loop, which without a call it lets go first."""
-    seen: list[str] = []
+    """It wants the GIL: woken after the call it would hold up the loop; without a call it may sleep on a while."""
+    seen: list[Any] = []
 
     def noted(owner: Any, name: str) -> None:
         method = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: [seen.append(name), method(*args)][1])
+        monkeypatch.setattr(
+            owner, name, lambda *args, **options: [seen.append((name, *args[3:])), method(*args, **options)][1]
+        )
 
-    noted(Arrivals, "give_room")
-    noted(Delivery, "leaves")
+    noted(Reader, "give_room")
+    noted(KeptBatches, "add")
     with prefetch_to_device(RAW, host_size=8, on_device=on_device) as batches:
         next(batches)
         seen.clear()
         next(batches)
     calls = on_device is not None or packs
-    assert seen[-2:] == (["give_room", "leaves"] if calls else ["leaves", "give_room"])
+    assert seen[-2:] == ([("give_room", True), ("add", 0)] if calls else [("add", 0), ("give_room", False)])
 
 
 def test_it_is_traced_once_a_structure() -> None:

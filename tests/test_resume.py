@@ -222,17 +222,27 @@ def test_state_after_close_and_after_an_error():
     assert batches.get_state()["taken"] == 2
 
 
+class TornTurn:
+    """A lock which a Ctrl-C strikes when it is first given back."""
+
+    def __init__(self, lock):
+        self.lock, self.locked, self.struck = lock, lock.locked, False
+
+    def __enter__(self):
+        self.lock.acquire()
+
+    def __exit__(self, *raised):
+        self.lock.release()
+        struck, self.struck = self.struck, True
+        if not struck:
+            raise KeyboardInterrupt
+
+
 def test_batch_kept_back_by_an_interrupt_is_not_taken(monkeypatch):
     """A batch that a Ctrl-C kept from the loop is not in the state, also after `close()`."""
     with prefetch_to_device([batch(i) for i in range(5)], resume="replay") as batches:
         next(batches)
-        clear = batches._clear_if_closed
-
-        def interrupted():
-            monkeypatch.setattr(batches, "_clear_if_closed", clear)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(batches, "_clear_if_closed", interrupted)
+        monkeypatch.setattr(batches, "_turn", TornTurn(batches._turn))
         with pytest.raises(KeyboardInterrupt):
             next(batches)
         assert batches.get_state()["taken"] == 1

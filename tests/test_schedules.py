@@ -6,6 +6,7 @@ HYPOTHESIS_PROFILE=full pytest tests/test_schedules.py        100,000 schedules 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import driven_prefetcher
 import driven_queue
@@ -28,11 +29,10 @@ def test_a_prefetcher_under_any_schedule(case: Case) -> None:
 
 def test_an_iterator_that_is_closed_while_it_is_opened_is_closed_once() -> None:
     """`close()` strikes a reader that has just opened its source, whose iterator the reader then leaves alone."""
-    preempt = ((12, 0), (78, 0), (76, 1))
     case = Case(size=1, host_size=1, source="closable", batches=0, closers=(1, 1), rival=True)
-    for shift in range(-6, 7):
-        moved = tuple((at + shift, other) if at > 12 else (at, other) for at, other in preempt)
-        driven_prefetcher.run(dataclasses.replace(case, choices=Choices(preempt=moved, turns=(0, 0, 1, 1, 0, 1))))
+    for shift, gap in itertools.product(range(-6, 7), (-1, 0, 1)):
+        choices = Choices(preempt=((12, 0), (78 + shift, 0), (76 + shift + gap, 1)), turns=(0, 0, 1, 1, 0, 1))
+        driven_prefetcher.run(dataclasses.replace(case, choices=choices))
 
 
 @given(case=schedules.queues())

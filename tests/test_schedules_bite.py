@@ -134,7 +134,7 @@ def hands_out_at_once(patch: pytest.MonkeyPatch) -> None:
     def at_once(window: Any) -> Action:
         action = decide(window)
         ready = window.issued > window.taken and window._settled == window.taken
-        return Action(Do.HAND_OUT, window.taken) if action.do is Do.ISSUE and ready else action
+        return (Do.HAND_OUT, window.taken) if action[0] is Do.ISSUE and ready else action
 
     patch.setattr(Window, "decide", at_once)
 

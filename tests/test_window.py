@@ -25,25 +25,25 @@ def stage(window: Window, batches: int, cost=COST, **options) -> None:
 
 def tell(window: Window, action: Action) -> None:
     """Carries out one action and reports the plainest fact."""
-    match action.do:
+    match action[0]:
         case Do.SETTLE:
-            window.settled(action.batch)
+            window.settled(action[1])
         case Do.ISSUE:
             window.issue()
         case Do.FENCE:
-            window.fence(action.batch)
+            window.fence(action[1])
         case Do.AWAIT_FENCE:
-            window.fence_done(action.batch)
+            window.fence_done(action[1])
         case Do.PROVE_LANDING:
-            window.proved(action.batch)
+            window.proved(action[1])
         case Do.AWAIT_SOURCE | Do.AWAIT_STAGED:
             window.stage(COST)
 
 
 def follow(window: Window, *until: Do) -> Action:
     """Does what the window asks for, until it asks for one of these."""
-    while (action := window.decide()).do not in until:
-        assert action.do not in (Do.HAND_OUT, Do.END, Do.NO_ROOM), f"{action} before any of {until}"
+    while (action := window.decide())[0] not in until:
+        assert action[0] not in (Do.HAND_OUT, Do.END, Do.NO_ROOM), f"{action} before any of {until}"
         tell(window, action)
     return action
 
@@ -64,7 +64,7 @@ def settle(window: Window, **options) -> None:
 
 def state(window: Window) -> dict:
     """All of the window's state, as it is now."""
-    return copy.deepcopy(vars(window) | {"_flight": vars(window._flight)})
+    return copy.deepcopy(vars(window) | {"flight": vars(window.flight)})
 
 
 # ---- settle k-1
@@ -106,11 +106,11 @@ def test_the_consumers_batch_counts_until_the_next_is_handed_out():
     stage(window, 2)
     take(window)
     settle(window)
-    assert (window.in_flight, window.bytes_in_flight) == (1, 10)
+    assert (window.in_flight, window.flight.most_bytes) == (1, 10)
     window.issue()
-    assert (window.in_flight, window.bytes_in_flight) == (2, 20)
+    assert (window.in_flight, window.flight.most_bytes) == (2, 20)
     window.hand_out()
-    assert (window.in_flight, window.bytes_in_flight) == (1, 10)
+    assert (window.in_flight, window.flight.most_bytes) == (1, 10)
 
 
 def test_delete_used_gives_the_batch_back_when_it_is_settled():
@@ -246,7 +246,7 @@ def test_the_window_is_filled_before_the_hand_out(size: int, delete_used: bool):
             assert window.issue() == number
         assert window.decide() == (Do.HAND_OUT, k)
         assert window.hand_out() == k
-    assert window.peak_batches == (size if delete_used else size + 1)
+    assert window.flight.peak_batches == (size if delete_used else size + 1)
 
 
 def test_a_source_pulled_inline_is_asked_until_the_window_is_full():
@@ -256,7 +256,7 @@ def test_a_source_pulled_inline_is_asked_until_the_window_is_full():
     take(window)
     settle(window)
     asked = []
-    while (action := window.decide()).do is not Do.HAND_OUT:
+    while (action := window.decide())[0] is not Do.HAND_OUT:
         asked.append(action)
         tell(window, action)
     assert asked == [(Do.AWAIT_SOURCE, 3), (Do.ISSUE, 3)]
@@ -506,7 +506,7 @@ def test_bytes_are_limited_on_each_device():
     window.call()
     window.issue()
     window.issue()
-    assert window.bytes_in_flight == window.peak_bytes == 25
+    assert window.flight.most_bytes == window.flight.peak_bytes == 25
     assert window.decide() == (Do.HAND_OUT, 0)
 
 
@@ -520,7 +520,7 @@ def assert_keeps_ahead(window: Window, ahead: int, most: int) -> None:
         follow(window, Do.HAND_OUT)
         assert window.issued - window.taken == ahead
         window.hand_out()
-    assert window.peak_bytes <= most
+    assert window.flight.peak_bytes <= most
 
 
 def making(window: Window, batches: int, out: int = 10, **options) -> None:
@@ -535,14 +535,14 @@ def test_a_hand_out_adds_what_it_makes():
     making(window, 2, out=5)
     window.call()
     window.issue()
-    assert window.bytes_in_flight == 10
+    assert window.flight.most_bytes == 10
     window.hand_out()
-    assert window.bytes_in_flight == window.peak_bytes == 15
+    assert window.flight.most_bytes == window.flight.peak_bytes == 15
     settle(window)
     window.issue()
-    assert window.bytes_in_flight == 25
+    assert window.flight.most_bytes == 25
     window.hand_out()
-    assert (window.bytes_in_flight, window.peak_bytes) == (15, 30)
+    assert (window.flight.most_bytes, window.flight.peak_bytes) == (15, 30)
 
 
 @pytest.mark.parametrize(("most", "ahead"), [(20, 1), (29, 1), (30, 2), (39, 2), (40, 3)])
@@ -1053,7 +1053,7 @@ class Histories(RuleBasedStateMachine):
             action = self.decided()
             self.carry_out(action, data)
             self.is_within_the_limits()
-            if action.do in (Do.HAND_OUT, Do.END, Do.NO_ROOM):
+            if action[0] in (Do.HAND_OUT, Do.END, Do.NO_ROOM):
                 return
         raise AssertionError(f"the call does not end; the last action was {action}")
 
@@ -1077,37 +1077,37 @@ class Histories(RuleBasedStateMachine):
 
     def carry_out(self, action: Action, data) -> None:
         window, ledger = self.window, self.ledger
-        match action.do:
+        match action[0]:
             case Do.SETTLE:
                 disposed = self.disposing and data.draw(st.booleans(), label="disposed")
-                window.settled(action.batch, disposed=disposed)
-                ledger.settle(action.batch, disposed)
+                window.settled(action[1], disposed=disposed)
+                ledger.settle(action[1], disposed)
             case Do.ISSUE if data.draw(seldom, label="refused"):
                 window.refuse()
                 ledger.refusals += 1
             case Do.ISSUE:
-                assert window.issue() == ledger.issue() == action.batch
+                assert window.issue() == ledger.issue() == action[1]
             case Do.FENCE:
-                window.fence(action.batch)
-                ledger.fence = action.batch
+                window.fence(action[1])
+                ledger.fence = action[1]
             case Do.AWAIT_FENCE:
-                window.fence_done(action.batch)
-                ledger.done = action.batch
+                window.fence_done(action[1])
+                ledger.done = action[1]
             case Do.PROVE_LANDING:
-                window.proved(action.batch)
-                for batch in ledger.batches[: action.batch + 1]:
+                window.proved(action[1])
+                for batch in ledger.batches[: action[1] + 1]:
                     batch.landed = True
             case Do.AWAIT_SOURCE | Do.AWAIT_STAGED:
                 self.bring_news(action, data)
             case Do.HAND_OUT:
-                assert window.hand_out() == ledger.hand_out() == action.batch
+                assert window.hand_out() == ledger.hand_out() == action[1]
 
     def bring_news(self, action: Action, data) -> None:
         """One fact that ends the wait."""
         news = ["staged"] * 5 + ["ended"]
-        if action.do is Do.AWAIT_STAGED and self.ledger.done < self.ledger.fence:
+        if action[0] is Do.AWAIT_STAGED and self.ledger.done < self.ledger.fence:
             news.append("fenced")
-        if action.do is Do.AWAIT_STAGED and not self.ledger.batches[action.batch].landed:
+        if action[0] is Do.AWAIT_STAGED and not self.ledger.batches[action[1]].landed:
             news.append("landed")
         match data.draw(st.sampled_from(news), label="news"):
             case "staged":
@@ -1115,11 +1115,11 @@ class Histories(RuleBasedStateMachine):
             case "ended":
                 self.end(True)
             case "fenced":
-                self.window.fence_done(action.batch - 1)
-                self.ledger.done = action.batch - 1
+                self.window.fence_done(action[1] - 1)
+                self.ledger.done = action[1] - 1
             case "landed":
-                self.window.landed(action.batch)
-                self.ledger.land(action.batch)
+                self.window.landed(action[1])
+                self.ledger.land(action[1])
 
     # -- facts that cannot be true
 
@@ -1164,8 +1164,8 @@ class Histories(RuleBasedStateMachine):
         in_flight, charged = self.ledger.in_flight(), self.ledger.charged()
         assert len(in_flight) <= self.ledger.limit
         assert self.ledger.max_bytes is None or all(n <= self.ledger.max_bytes for n in charged.values())
-        assert self.window.in_flight == len(in_flight) <= self.window.peak_batches <= self.ledger.limit
-        assert self.window.bytes_in_flight == max(charged.values(), default=0) <= self.window.peak_bytes
+        assert self.window.in_flight == len(in_flight) <= self.window.flight.peak_batches <= self.ledger.limit
+        assert self.window.flight.most_bytes == max(charged.values(), default=0) <= self.window.flight.peak_bytes
 
     @invariant()
     def releases_every_batch_once(self):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import NamedTuple
 
 
 class Do(Enum):
@@ -21,8 +20,5 @@ class Do(Enum):
     NO_ROOM = auto()  # the batch is needed and can never fit: an error
 
 
-class Action(NamedTuple):
-    """One of these, and the batch that it is about."""
-
-    do: Do
-    batch: int
+Action = tuple[Do, int]
+"""One of these, and the batch that it is about."""

@@ -11,6 +11,7 @@ Synopsis:
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from jaxprefetch.device.staged import Staging
@@ -25,20 +26,19 @@ class Arrivals:
 
     Attributes:
         items: staged batches, and last one item with an `error`.
+        give_room: tells that so many batches of this pass have been issued, and so many bytes of host memory are free
+            again; and whether the staging side has to use that now.
     """
 
     def __init__(self, times: LoopTimes):
         self.items: dict[int, Any] = {}
+        self.give_room: Callable[[int, int, bool], None]
         self._times = times
         self._staging: Staging
 
     def begin_pass(self, staging: Staging) -> None:
         """Batches come from `staging` from now on."""
-        self._staging, self.items = staging, staging.items
-
-    def give_room(self, issued: int, landed: int) -> None:
-        """So many batches of this pass have been issued, and so many bytes of host memory are free again."""
-        self._staging.give_room(issued, landed)
+        self._staging, self.items, self.give_room = staging, staging.items, staging.give_room
 
     def wait(self, number: int) -> bool:
         """Waits for an item; False when it will never come, as when the interpreter exits."""

@@ -13,6 +13,7 @@ arrays that the consumer can delete may not (`Array.is_ready()` after `delete()`
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from jaxprefetch.device.context import Device, compiled_as_ever, in_clean_thread
 from jaxprefetch.device.pinning import GPU_PLATFORMS
 
 MARKER_BYTES = 64
+
+_is_deleted = operator.methodcaller("is_deleted")
 
 
 def memory_in_compute_order(devices: Sequence[Device]) -> bool:
@@ -83,10 +86,10 @@ def wait_landed(arrays: Sequence[jax.Array]) -> bool:
         for array in arrays:
             array.block_until_ready()
     except RuntimeError:
-        if not any(array.is_deleted() for array in arrays):
+        if not any(map(_is_deleted, arrays)):
             raise
         return False
-    return not any(array.is_deleted() for array in arrays)
+    return not any(map(_is_deleted, arrays))
 
 
 @functools.cache

@@ -73,20 +73,20 @@ class Feed:
 
         Raises what the source, staging or putting raised, every time again; StopIteration at the end or when closed.
         """
-        window, started, waited_for_source = self.window, time.perf_counter(), self.times.source_ns
+        window, started, source_ns = self.window, time.perf_counter(), self.times.for_source.ns
         window.call()
         while not self.closed:
-            if not window.staged:
+            if window.next_staged == window.issued:
                 self._look()
             do, number = window.decide()
-            if do is Do.HAND_OUT:
-                return self._hand_out(number)
-            if do is Do.END:
-                self.raise_end()
-            elif do is Do.SETTLE:
+            if do is Do.SETTLE:
                 self._settle(number)
             elif do is Do.ISSUE:
                 self._issue(number)
+            elif do is Do.HAND_OUT:
+                return self._hand_out(number)
+            elif do is Do.END:
+                self.raise_end()
             elif do is Do.FENCE:
                 self._fences.dispatch(number, tuple(self._devices))
                 window.fence(number)
@@ -97,8 +97,8 @@ class Feed:
             elif do is Do.AWAIT_SOURCE:
                 self._await_source()
             elif do is Do.AWAIT_STAGED:
-                seen = self.times.source_ns == waited_for_source
-                self._await_staged(number, time.perf_counter() - started, step_seen=seen)
+                waited, step_seen = time.perf_counter() - started, self.times.for_source.ns == source_ns
+                self._await_staged(number, waited, step_seen=step_seen)
             else:
                 self._fail(no_room(window, number - self.first, on_device=self.handout.on_device is not None))
         raise StopIteration
@@ -138,24 +138,21 @@ class Feed:
                 self._ends_with(item.error)
                 window.end()
                 return
-            if (delivery := self._delivery(item)) is None:
-                return
-            foreign = bool(item.plan.foreign)
-            self.first_delivery = self.first_delivery or delivery
+            try:
+                delivery = self.handout.delivery(item.plan, item.leaves)
+            except Exception as error:
+                return self._refused_by_on_device(error)
+            self.first_delivery, foreign = self.first_delivery or delivery, bool(item.plan.foreign)
             self.largest = max(self.largest, delivery.most)
             self.foreign = self.foreign or foreign
             window.stage(item.plan.cost, foreign=foreign, out=delivery.out)
 
-    def _delivery(self, item: StagedBatch) -> Delivery | None:
-        """How the next staged batch is handed out; None when `on_device` refuses it: the pass ends before it."""
-        try:
-            return self.handout.delivery(item.plan, item.leaves)
-        except Exception as error:
-            add_note(error, f"jaxprefetch: raised when on_device was compiled for batch {self._next_staged}")
-            self._ends_with(error)
-            self.window.end()
-            self._arrivals.cancel()
-            return None
+    def _refused_by_on_device(self, error: Exception) -> None:
+        """The pass ends before the batch that is next to be staged."""
+        add_note(error, f"jaxprefetch: raised when on_device was compiled for batch {self._next_staged}")
+        self._ends_with(error)
+        self.window.end()
+        self._arrivals.cancel()
 
     def _settle(self, number: int) -> None:
         while (first := next(iter(self._issued))) < number:  # an interrupt struck after it was settled
@@ -178,17 +175,18 @@ class Feed:
 
     def _issue(self, number: int) -> None:
         staged: StagedBatch = self._arrivals.items[number - self.first]
-        if number == 0 and (devices := tuple(staged.plan.cost)):  # before anything is on them
+        plan = staged.plan
+        if number == 0 and (devices := tuple(plan.cost)):  # before anything is on them
             prepare_fence(devices)
             self.link = link_speed(devices[0], room=self.largest)
         try:
             with TraceAnnotation("jaxprefetch.issue"):
-                parcels = staged.plan.put(staged.leaves)
+                parcels = plan.put(staged.leaves)
         except Exception as error:
             return self._refused(number, error)
-        self._issued[number] = Issued(staged.plan, self.handout.delivery(staged.plan, staged.leaves), parcels)
-        self._sending.add(number, staged.slot, staged.plan.host_bytes)
-        self._devices.update(dict.fromkeys(staged.plan.cost))
+        self._issued[number] = Issued(plan, self.handout.delivery(plan, staged.leaves), parcels)
+        self._sending.add(number, staged.slot, plan.host_bytes)
+        self._devices.update(dict.fromkeys(plan.cost))
         self.window.issue()
         self._arrivals.items.pop(number - self.first, None)
 
@@ -244,9 +242,9 @@ class Feed:
         elif not self._arrivals.wait(self._next_staged):
             self.window.end()
 
-    def _give_room(self) -> None:
+    def _give_room(self, *, now: bool = True) -> None:
         """Before every wait and once a batch, not each time: it wakes a thread that then wants the GIL."""
-        self._arrivals.give_room(self.window.issued - self.first, self._sending.landed)
+        self._arrivals.give_room(self.window.issued - self.first, self._sending.landed, now)
 
     def _await_staged(self, number: int, waited: float, *, step_seen: bool) -> None:
         """Looks whether the device would go idle, else waits a little for the source."""
@@ -271,21 +269,22 @@ class Feed:
         if delivery.call is not None:  # it lets go of the GIL: a reader that wakes now is done before the loop goes on
             self._give_room()
         try:
-            issued.plan.check_alive(issued.parcels, number - self.first)
+            if issued.plan.foreign:
+                issued.plan.check_alive(issued.parcels, number - self.first)
             if issued.outs is None:
-                issued.outs = delivery.dispatch(issued.parcels)
+                issued.outs = delivery.dispatch(issued.parcels) if delivery.call is not None else []
         except Exception as error:
             add_note(error, f"jaxprefetch: raised when batch {number - self.first} was handed out", unless="Batch ")
             self._fail(error)
             raise
-        leaves = delivery.leaves(issued.parcels, issued.outs)
-        batch = jax.tree_util.tree_unflatten(delivery.treedef, leaves)  # runs code of registered nodes
+        leaves = issued.parcels if delivery.call is None else delivery.leaves(issued.parcels, issued.outs)
+        batch = delivery.treedef.unflatten(leaves)  # runs code of registered nodes
         starved = window.issued < number + window.size and not window.staged and not window.ended
         self.times.hand_out(issued.plan.most, starved=starved)
         if not window.delete_used and delivery.largest is not None:
             self.kept.add(number, leaves[delivery.largest], self.first)
         if delivery.call is None:
-            self._give_room()
+            self._give_room(now=False)
         window.hand_out()
         return batch
 

@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    flight = Flight(by_fence=False, gives_back=False)
+    flight = Flight(gives_back=False)
     flight.batches = flight.with_issued(0, InFlight({"gpu:0": 1024}))
     flight.landed(0)
     flight.batches = flight.without_dropped(0)      # nobody refers to it: 0 bytes are charged now
@@ -10,7 +10,7 @@ Synopsis:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jaxprefetch.device.cost import Cost, on_fullest, together
@@ -26,7 +26,7 @@ class InFlight:
     handed_out: bool = False
     landed: bool = False
     dropped: bool = False  # no reference is left, as far as can be known
-    disposed: bool = False  # the consumer deleted or donated some of it
+    needs_fence: bool = False  # landing is not enough: the step that has it must be over, too
 
 
 class Flight:
@@ -36,17 +36,15 @@ class Flight:
     which strikes between calls, leaves no account half done.
 
     Args:
-        by_fence: the step of a batch must be over, too, before its memory serves another.
-        gives_back: a batch is deleted when the next one is asked for, if it is ours to delete.
+        gives_back: a batch is released before the next one is handed out, if it is ours to delete.
     """
 
-    def __init__(self, *, by_fence: bool, gives_back: bool):
+    def __init__(self, *, gives_back: bool):
         self.batches: dict[int, InFlight] = {}
         self.done = -1  # the last step that is over
         self.peak_batches = 0
         self.peak_bytes = 0
-        self._by_fence = by_fence
-        self._gives_back = gives_back and not by_fence  # and so released before that is handed out
+        self._gives_back = gives_back
 
     @property
     def most_bytes(self) -> int:
@@ -58,31 +56,25 @@ class Flight:
         """The last batch that is not known to have landed."""
         return max((number for number, batch in self.batches.items() if not batch.landed), default=None)
 
-    def held(self, without_dropped: bool) -> dict[int, InFlight]:
-        """What is in flight, with or without what only a wait keeps there."""
-        if not without_dropped:
-            return self.batches
+    def referred_to(self) -> dict[int, InFlight]:
+        """What is in flight, but for what only a wait keeps there."""
         return {number: batch for number, batch in self.batches.items() if not batch.dropped}
-
-    def needs_fence(self, batch: InFlight) -> bool:
-        """Whether landing is not enough."""
-        return self._by_fence or batch.disposed
 
     def waits_for_fence(self, number: int, batch: InFlight) -> bool:
         """Whether it needs a fence that is not done."""
-        return self.done < number and self.needs_fence(batch)
+        return batch.needs_fence and self.done < number
 
-    def most_to_come(self, number: int, batch: InFlight, taken: int, waited: bool) -> int:
+    def most_to_come(self, number: int, batch: InFlight, taken: int, held: Mapping[int, InFlight]) -> int:
         """The most bytes on a device at any hand-out, from `taken` up to that of this batch, if it is issued now.
 
         The hand-out of m finds m-1, which the consumer still has, and all from m on, and adds what m's takes. What was
         before has been released, if only by waiting at that hand-out.
 
         Args:
-            waited: now without what only a wait keeps.
+            held: what is in flight, now.
         """
-        held = {**self.held(waited), number: batch}
-        most = on_fullest([*_charges(held.values()), held[taken].out])
+        held = {**held, number: batch}
+        most = on_fullest(_charges(held.values(), held[taken].out))
         for m in range(taken + 1, number + 1):
             last = held[m - 1]
             costs = [held[n].cost for n in range(m, number + 1)] + [held[m].out]
@@ -104,7 +96,7 @@ class Flight:
     def most_with_out(self, number: int) -> int:
         """Bytes on the fullest device once this batch is handed out, and the one before is still there."""
         out = self.batches[number].out
-        return on_fullest([*_charges(self.batches.values()), out]) if out else 0
+        return on_fullest(_charges(self.batches.values(), out)) if out else 0
 
     def with_issued(self, number: int, batch: InFlight) -> dict[int, InFlight]:
         """`batches` with one more; counted in the peaks."""
@@ -133,7 +125,8 @@ class Flight:
         """All copies to the devices of this batch that were put up to it have landed."""
         proven = self.batches[number].cost.keys()
         for other, batch in self.batches.items():
-            batch.landed = batch.landed or (other <= number and batch.cost.keys() <= proven)
+            if not batch.landed and other <= number and batch.cost.keys() <= proven:
+                batch.landed = True
         self.release()
 
     def steps_done(self, number: int) -> None:
@@ -150,8 +143,10 @@ class Flight:
         }
 
 
-def _charges(batches: Iterable[InFlight]) -> Iterator[Cost]:
+def _charges(batches: Iterable[InFlight], *more: Cost) -> list[Cost]:
+    charges = [*more]
     for batch in batches:
-        yield batch.cost
-        if batch.handed_out:
-            yield batch.out
+        charges.append(batch.cost)
+        if batch.handed_out and batch.out:
+            charges.append(batch.out)
+    return charges

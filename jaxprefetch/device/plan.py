@@ -152,7 +152,8 @@ class Plan:
         Raises:
             ValueError: the source has deleted or donated an array since it was staged.
         """
-        self.check_alive(leaves)
+        if self.foreign:
+            self.check_alive(leaves)
         return self.transfer.put(leaves)
 
     def check_alive(self, leaves: Sequence[Any], number: int | None = None) -> None:

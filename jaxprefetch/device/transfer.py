@@ -38,6 +38,7 @@ def _find_batched_put() -> tuple[Callable[..., jax.Array], Callable[[], Any]] | 
 
 
 _batched_put = _find_batched_put()
+_OF_64_BITS = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,15 @@ class _Template:
         indices = None if array.sharding.is_fully_replicated else tuple(where.values())
         return cls(array.aval, array.sharding, list(where), indices, array.committed)
 
-    def put(self, leaf: Any, batched_put: Callable[..., jax.Array]) -> jax.Array:
-        if not isinstance(leaf, np.ndarray):  # a number of Python's
-            with np.errstate(all="ignore"):
-                leaf = np.asarray(leaf, self.aval.dtype)
-        shards = [leaf] * len(self.devices) if self.indices is None else [leaf[index] for index in self.indices]
-        return batched_put(self.aval, self.sharding, shards, self.devices, self.committed)
+    @property
+    def knows_dtype(self) -> bool:
+        """Whether JAX makes the same of its bytes, whatever `enable_x64` is set to."""
+        return self.aval.dtype not in _OF_64_BITS
+
+    def array(self, number: Any) -> np.ndarray:
+        """A number of Python's."""
+        with np.errstate(all="ignore"):
+            return np.asarray(number, self.aval.dtype)
 
 
 class Transfer:
@@ -93,6 +97,7 @@ class Transfer:
         self._local = all(sharding.is_fully_addressable for sharding in shardings)
         self._templates: dict[int, _Template] | None = None
         self._fast = True
+        self._anywhere = False  # the fast way needs no context: it asks for no default of JAX's
         self._rest: tuple[Sequence[int], Sequence[int], Sequence[Sharding]] = ((), (), ())  # without a template
 
     def put(self, leaves: Sequence[Any]) -> list[Any]:
@@ -100,12 +105,11 @@ class Transfer:
 
         Blocking: only for the allocation of device memory; the copies are queued.
         """
+        if self._anywhere and (out := self._put_fast(leaves)) is not None:
+            return out
         with self._context.entered():
-            if self._fast and self._templates is not None and _batched_put is not None:
-                try:
-                    return self._put_fast(leaves, self._templates, *_batched_put)
-                except TypeError:  # a JAX whose batched put wants other arguments
-                    self._fast = False
+            if (out := self._put_fast(leaves)) is not None:
+                return out
             out = self._put_public(leaves, self._loose, self._placed, self._shardings)
             self._prepare(leaves, out)
             return out
@@ -116,17 +120,25 @@ class Transfer:
         placed = {i: s for i, s in zip(self._placed, self._shardings, strict=True) if i not in made}
         self._templates = {i: _Template.of(arrays[i], self._rows.get(i), np.shape(leaves[i])) for i in made}
         self._rest = [i for i in self._loose if i not in made], tuple(placed), tuple(placed.values())
+        known = all(template.knows_dtype for template in self._templates.values())
+        self._anywhere = known and len(made) == len(self._loose) + len(self._placed)
 
-    def _put_fast(
-        self, leaves: Sequence[Any], templates: dict[int, _Template], put: Any, guards: Callable[[], Any]
-    ) -> list[Any]:
+    def _put_fast(self, leaves: Sequence[Any]) -> list[Any] | None:
+        """The leaves as arrays, or None where there are no templates yet or JAX has no such call."""
+        if self._templates is None or _batched_put is None or not self._fast:
+            return None
         loose, placed, shardings = self._rest
         out = self._put_public(leaves, loose, placed, shardings) if loose or placed else list(leaves)
-        guard = guards()
+        put, guard = _batched_put[0], _batched_put[1]()
         before, guard.explicit_device_put = guard.explicit_device_put, True  # as in JAX's own `device_put`
         try:
-            for i, template in templates.items():
-                out[i] = template.put(out[i], put)
+            for i, t in self._templates.items():
+                leaf = out[i] if isinstance(out[i], np.ndarray) else t.array(out[i])
+                shards = [leaf] * len(t.devices) if t.indices is None else [leaf[index] for index in t.indices]
+                out[i] = put(t.aval, t.sharding, shards, t.devices, t.committed)
+        except TypeError:  # a JAX whose batched put wants other arguments
+            self._fast = False
+            return None
         finally:
             guard.explicit_device_put = before
         return out

@@ -5,7 +5,7 @@ staged, has been issued, has landed; a fence is done; the source has ended) and 
 
     window = Window(size=2)
     window.stage({"gpu:0": 1024}); window.call()        # next(0)
-    window.decide()                     # Action(do=Do.ISSUE, batch=0)
+    window.decide()                     # (Do.ISSUE, 0)
 
 Theory of operation. A GPU client lets a copy into new memory start only when the compute that was enqueued before the
 put has finished, a queued copy holds its memory, and memory of a dropped array is reusable at once, in stream order.
@@ -74,7 +74,8 @@ class Window:
         self.source_is_late = False  # a fact: it may wait for host memory of batches that are owed a landing
         self._staged: dict[int, InFlight] = {}  # by number; what has been issued since goes with the next one
         self.next_staged = 0  # number of the next batch to stage
-        self._flight = Flight(by_fence=released_by == "fence", gives_back=delete_used)
+        self._by_fence = released_by == "fence"
+        self.flight = Flight(gives_back=delete_used and not self._by_fence)
 
     # ---- what is so
 
@@ -91,22 +92,7 @@ class Window:
     @property
     def in_flight(self) -> int:
         """Batches issued and not released."""
-        return len(self._flight.batches)
-
-    @property
-    def peak_batches(self) -> int:
-        """The most there ever were."""
-        return self._flight.peak_batches
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes charged on the fullest device."""
-        return self._flight.most_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most there ever were."""
-        return self._flight.peak_bytes
+        return len(self.flight.batches)
 
     @property
     def released(self) -> int:
@@ -115,16 +101,16 @@ class Window:
 
     def has_landed(self, number: int) -> bool:
         """Whether all copies of this batch are known to be done."""
-        batch = self._flight.batches.get(number)
+        batch = self.flight.batches.get(number)
         return number < self.issued and (batch is None or batch.landed)
 
     def cost_of(self, number: int) -> Cost:
         """Bytes of a batch in flight, by device."""
-        return self._flight.batches[number].cost
+        return self.flight.batches[number].cost
 
     def shortage(self) -> tuple[int, int, int]:
         """(bytes that the next staged batch needs, bytes charged, those that its hand-out adds); see `Flight`."""
-        return self._flight.shortage(self._staged[self.issued])
+        return self.flight.shortage(self._staged[self.issued])
 
     # ---- facts
 
@@ -134,9 +120,10 @@ class Window:
 
     def stage(self, cost: Cost, *, foreign: bool = False, out: Cost | None = None) -> None:
         """One more batch can be issued; its hand-out adds `out`."""
-        self._legal(not self.ended, "a batch was staged after the end")
+        if self.ended:
+            raise _wrong("a batch was staged after the end")
         number, self.source_is_late = self.next_staged, False
-        self._staged[number] = InFlight(cost, out or {}, foreign)
+        self._staged[number] = InFlight(cost, out or {}, foreign, needs_fence=self._by_fence)
         self.next_staged = number + 1
 
     def end(self) -> None:
@@ -150,73 +137,80 @@ class Window:
 
     def restart(self) -> None:
         """A new pass over the source begins; batch numbers go on."""
-        self._legal(
-            self.ended and not self.staged and self.issued == self.taken,
-            "a pass was begun before the last one was over",
-        )
+        if not self.ended or self.staged or self.issued > self.taken:
+            raise _wrong("a pass was begun before the last one was over")
         self.ended, self._calling, self.source_is_late = False, False, False
 
     def issue(self) -> int:
         """The next staged batch has been put; returns its number."""
-        self._legal(self._calling and self.staged > 0, "no batch is staged")
-        self._legal(self.issued < self.taken + self.size and self._fits(), "batch %d does not fit", self.issued)
-        self._legal(self._settled == self.taken, "batch %d has not been settled", self._settled)
-        number = self.issued
-        batches = self._flight.with_issued(number, self._staged[number])
+        number, taken = self.issued, self.taken
+        if not self._calling or number == self.next_staged:
+            raise _wrong("no batch is staged")
+        if number >= taken + self.size or not self._fits():
+            raise _wrong("batch %d does not fit", number)
+        if self._settled != taken:
+            raise _wrong("batch %d has not been settled", self._settled)
+        batches = self.flight.with_issued(number, self._staged[number])
         self._staged.pop(number - 1, None)
-        flight, self._refusals = self._flight, 0
+        flight, self._refusals = self.flight, 0
         flight.batches = batches
         self.issued = number + 1
         return number
 
     def refuse(self) -> None:
         """The device had no memory for the next staged batch."""
-        self._legal(self._calling and self.staged > 0, "no batch is staged")
+        if not self._calling or not self.staged:
+            raise _wrong("no batch is staged")
         self._refusals += 1
 
     def landed(self, number: int) -> None:
         """All of this batch has landed."""
-        self._legal(number in self._flight.batches, "batch %d is not in flight", number)
-        self._flight.landed(number)
+        if number not in self.flight.batches:
+            raise _wrong("batch %d is not in flight", number)
+        self.flight.landed(number)
 
     def proved(self, number: int) -> None:
         """A copy that was put after this batch has landed, and so have all up to this batch."""
-        self._legal(number in self._flight.batches, "batch %d is not in flight", number)
-        self._flight.proved(number)
+        if number not in self.flight.batches:
+            raise _wrong("batch %d is not in flight", number)
+        self.flight.proved(number)
 
     def settled(self, number: int, *, disposed: bool = False) -> None:
         """The consumer is past this batch: it has landed, or some of it was deleted or donated (`disposed`)."""
-        its_turn = self._calling and number == self._settled < self.taken
-        self._legal(its_turn, "batch %d is not the next to settle", number)
-        batch = self._flight.batches.get(number)
+        if not self._calling or not number == self._settled < self.taken:
+            raise _wrong("batch %d is not the next to settle", number)
+        batch = self.flight.batches.get(number)
         if batch is not None:  # else it was told before
-            batch.disposed = disposed
+            batch.needs_fence = disposed or self._by_fence
             batch.dropped = self.delete_used and not batch.foreign
             if disposed:
-                self._flight.release()
+                self.flight.release()
             else:
-                self._flight.landed(number)
+                self.flight.landed(number)
         self._settled = number + 1
 
     def fence(self, number: int) -> None:
         """A fence was dispatched behind the step of this batch."""
-        self._legal(self._fenced < number < self._settled, "step %d needs no fence", number)
+        if not self._fenced < number < self._settled:
+            raise _wrong("step %d needs no fence", number)
         self._fenced = number
 
     def fence_done(self, number: int) -> None:
         """That fence is done, and so are all before it."""
-        self._legal(0 <= number <= self._fenced, "step %d has no fence", number)
-        self._flight.steps_done(number)
+        if not 0 <= number <= self._fenced:
+            raise _wrong("step %d has no fence", number)
+        self.flight.steps_done(number)
 
     def hand_out(self) -> int:
         """`next()` returns batch k: from here on the consumer's variable does not hold k-1 any more."""
-        k = self.taken
-        due = self._calling and self.issued > k and self._settled == k
-        self._legal(due and self._out_fits(k), "batch %d cannot be handed out", k)
-        short = self.staged > 0 and self.issued < k + self.size
-        cut = self.cut_by_bytes + (short and self._within_count() and not self._within_bytes())
-        flight, batch, previous = self._flight, self._flight.batches[k], self._flight.batches.get(k - 1)
-        batches, peak = flight.without_dropped(k - 1), max(flight.peak_bytes, flight.most_with_out(k))
+        k, flight, batch = self.taken, self.flight, self.flight.batches.get(self.taken)
+        most = flight.most_with_out(k) if batch and batch.out else 0
+        fits = self.max_bytes is None or most <= self.max_bytes
+        if not batch or not self._calling or self._settled != k or not fits:
+            raise _wrong("batch %d cannot be handed out", k)
+        short = self.issued < self.next_staged and self.issued < k + self.size
+        cut = self.cut_by_bytes + (short and not self._fits() and self._fits(by_count=True))
+        batches, peak, previous = flight.without_dropped(k - 1), max(flight.peak_bytes, most), flight.batches.get(k - 1)
         if previous is not None:
             previous.dropped = True
         batch.handed_out, flight.batches, flight.peak_bytes = True, batches, peak
@@ -227,44 +221,45 @@ class Window:
 
     def decide(self) -> Action:
         """What `next(k)` has to do now, k = `taken`. Asking changes nothing."""
-        self._legal(self._calling, "decide() outside of a call")
-        k = self.taken
+        if not self._calling:
+            raise _wrong("decide() outside of a call")
+        k, issued, flight = self.taken, self.issued, self.flight
         if self._settled < k:
-            return Action(Do.SETTLE, k - 1)
-        previous = self._flight.batches.get(k - 1)
-        if previous is not None and self._flight.needs_fence(previous) and self._fenced < k - 1:
-            return Action(Do.FENCE, k - 1)
-        if self.issued < k + self.size:
-            if self.staged and not self._refusals and self._fits():
-                return Action(Do.ISSUE, self.issued)
-            if self._inline and not self.staged and not self.ended:
-                return Action(Do.AWAIT_SOURCE, self.issued)
-        return self._without_batch(k) if self.issued == k else self._with_batch(k)
+            return Do.SETTLE, k - 1
+        if self._fenced < k - 1 and (previous := flight.batches.get(k - 1)) and previous.needs_fence:
+            return Do.FENCE, k - 1
+        if issued < k + self.size:
+            staged = issued < self.next_staged
+            if staged and not self._refusals and self._fits():
+                return Do.ISSUE, issued
+            if self._inline and not staged and not self.ended:
+                return Do.AWAIT_SOURCE, issued
+        return self._without_batch(k) if issued == k else self._with_batch(k)
 
     def _without_batch(self, k: int) -> Action:
         """Batch k has not been issued."""
         if not self.staged:
-            if self.source_is_late and not self.ended and (owed := self._flight.newest_owed) is not None:
-                return Action(Do.PROVE_LANDING, owed)
-            return Action(Do.END if self.ended else Do.AWAIT_SOURCE, k)
+            if self.source_is_late and not self.ended and (owed := self.flight.newest_owed) is not None:
+                return Do.PROVE_LANDING, owed
+            return (Do.END if self.ended else Do.AWAIT_SOURCE), k
         if (waiting := self._first_waiting()) is not None:
             return waiting
         if self._refusals != 1 or not self._fits():
-            return Action(Do.NO_ROOM, k)
-        if self._flight.done < k - 1:  # refused: once more, when nothing runs that may hold memory
-            return Action(Do.FENCE if self._fenced < k - 1 else Do.AWAIT_FENCE, k - 1)
-        return Action(Do.ISSUE, k)
+            return Do.NO_ROOM, k
+        if self.flight.done < k - 1:  # refused: once more, when nothing runs that may hold memory
+            return (Do.FENCE if self._fenced < k - 1 else Do.AWAIT_FENCE), k - 1
+        return Do.ISSUE, k
 
     def _with_batch(self, k: int) -> Action:
         """Batch k is on its way; is the next one worth waiting for?"""
-        hand_out = Action(Do.HAND_OUT, k)
-        if not self._out_fits(k):
+        hand_out = Do.HAND_OUT, k
+        if self.max_bytes is not None and not self._out_fits(k):
             hand_out = self._first_waiting() or hand_out  # there is one: else batch k would not have been issued
         complete = self.issued == k + self.size or (self.ended and not self.staged)
-        if complete or k == 0 or self._refusals or (self._flight.done >= k - 1 and self._flight.batches[k].landed):
+        if complete or k == 0 or self._refusals or (self.flight.done >= k - 1 and self.flight.batches[k].landed):
             return hand_out
         if not self.staged:
-            return Action(Do.FENCE, k - 1) if self._fenced < k - 1 else Action(Do.AWAIT_STAGED, k)
+            return (Do.FENCE, k - 1) if self._fenced < k - 1 else (Do.AWAIT_STAGED, k)
         waiting = self._first_waiting()
         return waiting if waiting is not None and self._fits(without_waiting=True) else hand_out
 
@@ -272,29 +267,31 @@ class Window:
 
     def _first_waiting(self) -> Action | None:
         """What would release the oldest batch that nobody refers to any more."""
-        for number, batch in self._flight.batches.items():
+        for number, batch in self.flight.batches.items():
             if batch.dropped:
-                open_fence = self._flight.waits_for_fence(number, batch)
-                return Action(Do.AWAIT_FENCE if open_fence else Do.PROVE_LANDING, number)
+                open_fence = self.flight.waits_for_fence(number, batch)
+                return (Do.AWAIT_FENCE if open_fence else Do.PROVE_LANDING), number
         return None
 
-    def _fits(self, *, without_waiting: bool = False) -> bool:
-        return self._within_count(without_waiting) and self._within_bytes(without_waiting)
+    def _fits(self, *, without_waiting: bool = False, by_count: bool = False) -> bool:
+        """Whether the next staged batch may be issued.
 
-    def _within_count(self, without_waiting: bool = False) -> bool:
-        last = self._flight.batches.get(self.taken - 1)  # the consumer's, until this call returns
+        Args:
+            without_waiting: once what only a wait keeps in flight is gone.
+            by_count: were it not for `max_bytes`.
+        """
+        flight = self.flight
+        held = flight.referred_to() if without_waiting else flight.batches
+        last = flight.batches.get(self.taken - 1)  # the consumer's, until this call returns
         limit = self.size + (not self.delete_used or (last is not None and last.foreign))
-        return len(self._flight.held(without_waiting)) < limit
-
-    def _within_bytes(self, without_waiting: bool = False) -> bool:
-        if self.max_bytes is None:
-            return True
+        if len(held) >= limit or by_count or self.max_bytes is None:
+            return len(held) < limit
         j = self.issued
-        return self._flight.most_to_come(j, self._staged[j], self.taken, without_waiting) <= self.max_bytes
+        return flight.most_to_come(j, self._staged[j], self.taken, held) <= self.max_bytes
 
     def _out_fits(self, k: int) -> bool:
-        return self.max_bytes is None or self._flight.most_with_out(k) <= self.max_bytes
+        return self.max_bytes is None or self.flight.most_with_out(k) <= self.max_bytes
 
-    def _legal(self, condition: bool, what: str, *numbers: int) -> None:
-        if not condition:
-            raise RuntimeError("window: " + what % numbers)
+
+def _wrong(what: str, *numbers: int) -> RuntimeError:
+    return RuntimeError("window: " + what % numbers)

@@ -35,7 +35,7 @@ class Inline:
         """Nothing to start."""
 
     def before_next(self, taken: int) -> None:
-        """As `Shelf` has it."""
+        """The loop is about to ask for the batch of this number. Nothing is to be done there."""
 
     def wait(self, number: int, timeout: float | None) -> bool:
         """Pulls and stages the next batch, however long that takes."""
@@ -49,7 +49,7 @@ class Inline:
         self._close_if_cancelled()
         return True
 
-    def give_room(self, issued: int, landed: int) -> None:
+    def give_room(self, issued: int, landed: int, now: bool = True) -> None:
         """Room is not counted."""
 
     def cancel(self) -> None:

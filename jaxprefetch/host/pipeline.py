@@ -81,10 +81,6 @@ class SourceTimes:
             self.passes + other.passes,
         )
 
-    def working_ns(self) -> int:
-        """A clock that stands still while the thread waits for room."""
-        return time.perf_counter_ns() - self.room_ns
-
     @property
     def batch_ns(self) -> float:
         """What the source and staging take for a batch that is not the first of its pass."""
@@ -158,23 +154,26 @@ class Pipeline:
     def _pull(self, number: int, reserve: Reserve) -> None:
         if self._number != number:
             self._raw.clear()
-            self._take_back()  # that one was left out
+            if self._offer is not None:  # that one was left out
+                self._take_back()
             self._number = number
         if self._raw:  # an interrupt struck while it was staged
-            self._pulled(number)
+            if self._has_places:
+                self._pulled(number)
             return
         times = self.times
-        start = times.working_ns()
+        start = time.perf_counter_ns() - times.room_ns  # a clock that stands still while the thread waits for room
         with TraceAnnotation("jaxprefetch.pull"):
             pulls = self._pulls or self._ask(number, self._open)
             if self._writes:
                 self._read(number, reserve)
             else:  # in one call of C's: no interrupt comes between the source's return and that
-                self._ask(number, lambda: self._raw.extend(itertools.islice(pulls, 1)))
+                self._ask(number, self._raw.extend, itertools.islice(pulls, 1))
         if not self._raw:
             raise StopIteration
-        self._pulled(number)
-        took = times.working_ns() - start
+        if self._has_places:
+            self._pulled(number)
+        took = time.perf_counter_ns() - times.room_ns - start
         times.pulled = number + 1
         times.pull_ns += took
         if not number:
@@ -188,7 +187,8 @@ class Pipeline:
                 iterator = self.iterator = self._source.open()
             self._source.hand_over(iterator)
             self._has_places = self._source.has_places(iterator)
-            self._pulled(-1)
+            if self._has_places:
+                self._pulled(-1)
             self._writes = writes_batches(iterator)
             self._check_open()
             self._pulls = itertools.starmap(next, itertools.repeat((iterator,)))
@@ -201,7 +201,7 @@ class Pipeline:
 
     def _pulled(self, number: int) -> None:
         """Notes the source's own state behind this batch (-1: before the first), before the next one is pulled."""
-        if self._has_places and number + 1 not in self.places:
+        if number + 1 not in self.places:
             self._note_place(number + 1, self._source.place(self.iterator))
 
     def _note_place(self, pulled: int, place: Any) -> None:
@@ -218,15 +218,15 @@ class Pipeline:
 
     def _write(self, offer: BatchMemory, number: int) -> None:
         if not offer.rows:
-            self._ask(number, lambda: offer.rows.extend(map(self.iterator.read_into, [offer.out])))  # in C, too
+            self._ask(number, offer.rows.extend, map(self.iterator.read_into, [offer.out]))  # in C, too
         if not offer.ended:
             self._raw.append(offer)
 
-    def _ask(self, number: int, call: Callable[[], T]) -> T:
+    def _ask(self, number: int, call: Callable[..., T], *args: Any) -> T:
         """Runs code of the source."""
         self.times.inside = f"the source, for batch {number}"
         try:
-            return call()
+            return call(*args)
         except StopIteration:
             raise
         except BaseException as error:
@@ -237,10 +237,10 @@ class Pipeline:
 
     def _stage_pulled(self, number: int, reserve: Reserve) -> Any:
         times = self.times
-        start = times.working_ns()
+        start = time.perf_counter_ns() - times.room_ns  # a clock that stands still while the thread waits for room
         with TraceAnnotation("jaxprefetch.stage"):
             item = self._staging(self._stager.stage, self._raw[0], number, reserve)
-        took = times.working_ns() - start
+        took = time.perf_counter_ns() - times.room_ns - start
         times.stage_ns += took
         if not number:
             times.first_ns += took

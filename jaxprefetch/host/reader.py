@@ -62,13 +62,14 @@ class Reader(Shelf):
         self._pulled = self._issued = self._reserved = self._landed = 0  # the thread's own counts, of batches and bytes
         self._told = 0, 0  # written by the consumer: batches issued and bytes landed
         self._wants_room = False  # written by the thread
+        self._can_wait_till = 0  # batches issued; before that it may sleep on; written by the thread, too
         self._thread: threading.Thread | None = None  # made by start(): a thread refers to its reader
-        self.consumer: threading.Thread | None = None  # who called start() last, as each next() does
+        self.consumer: int | None = None  # the thread that called start() or before_next() last
         self._runs: dict[str, threading.Thread] = {}  # "thread": the one that got to run; written with setdefault
 
     def start(self) -> None:
         """Starts the thread, once."""
-        self.consumer = threading.current_thread()
+        self.consumer = threading.get_ident()
         if self._thread is None and not self._cancelled:
             thread = threading.Thread(target=self._run, name="jaxprefetch-reader", daemon=True)
             _live.add(self)
@@ -79,10 +80,21 @@ class Reader(Shelf):
                 if self._thread is None:
                     _live.discard(self)
 
-    def give_room(self, issued: int, landed: int) -> None:
-        """So many batches have been issued altogether, and so many bytes of host memory have landed."""
+    def before_next(self, taken: int) -> None:
+        """The calling thread is about to ask for the batch of this number; starts a thread that could not be had."""
+        self.consumer = threading.get_ident()
+        if self._thread is None:
+            self.start()
+
+    def give_room(self, issued: int, landed: int, now: bool = True) -> None:
+        """So many batches have been issued altogether, and so many bytes of host memory have landed.
+
+        Args:
+            now: wakes the thread. Else it sleeps on while half of its batches are ahead: a thread that wakes up takes
+                the GIL from the loop, and two batches one after another take it for little longer than one.
+        """
         self._told = issued, landed
-        if self._wants_room:
+        if self._wants_room and (now or issued >= self._can_wait_till):
             self._room.put(None)
 
     def cancel(self) -> None:
@@ -126,8 +138,10 @@ class Reader(Shelf):
 
     def _wait_for_room(self) -> bool:
         """Takes room for one batch; False when cancelled."""
+        self._can_wait_till = self._pulled - self._host_size // 2
         while self._pulled - self._issued >= self._host_size and not self._cancelled:
             self._take_room()
+        self._can_wait_till = 0
         self._pulled += 1
         return not self._cancelled
 
@@ -208,4 +222,5 @@ def _stop_all() -> None:
     """
     readers = list(_live)
     stop(readers, logging.INFO)
-    _join({reader: reader.consumer for reader in readers}, CLOSE_SECONDS / 2)
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    _join({reader: threads.get(reader.consumer) for reader in readers}, CLOSE_SECONDS / 2)

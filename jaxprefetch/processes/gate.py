@@ -101,16 +101,20 @@ class Gate(Shelf):
                 self._thread = None
                 raise
 
+    def before_next(self, taken: int) -> None:
+        """The loop's thread is about to ask for the batch of this number; starts threads that could not be had."""
+        self.start()
+
     def wait(self, number: int, timeout: float | None) -> bool:
         """Whether item `number` is there within so many seconds. Blocking: that long; without a thread, until it is."""
         while not self._host_size and self._number <= number and not (self._over or self._cancelled):
             self._pass_one()
         return super().wait(number, timeout if self._host_size else 0)
 
-    def give_room(self, issued: int, landed: int) -> None:
-        """So many batches have been issued altogether, and so many bytes of host memory have landed."""
+    def give_room(self, issued: int, landed: int, now: bool = True) -> None:
+        """As `Reader` has it."""
         self._issued = issued
-        self._reader.give_room(issued, landed)
+        self._reader.give_room(issued, landed, now)
         if self._wants_room:
             self._room.put(None)
 

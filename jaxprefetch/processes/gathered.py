@@ -69,6 +69,7 @@ class Gathered(Shelf):
 
         Blocking: for this process's batch, then for those of all others.
         """
+        self.start()
         if self._inline:
             return  # `wait` is called for the same batches in every process
         while self._passed <= taken and not self._over:
@@ -83,9 +84,9 @@ class Gathered(Shelf):
             self._pass_one()
         return super().wait(number, timeout)
 
-    def give_room(self, issued: int, landed: int) -> None:
-        """So many batches have been issued altogether, and so many bytes of host memory have landed."""
-        self._reader.give_room(issued, landed)
+    def give_room(self, issued: int, landed: int, now: bool = True) -> None:
+        """As `Reader` has it."""
+        self._reader.give_room(issued, landed, now)
 
     def cancel(self) -> None:
         """Asks the reader to stop. Never blocks."""

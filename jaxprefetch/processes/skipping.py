@@ -51,10 +51,10 @@ class SkipsFirst:
             self._reader.give_room(1, self._first.plan.host_bytes)
         return self._reader.wait(number + 1, timeout)
 
-    def give_room(self, issued: int, landed: int) -> None:
+    def give_room(self, issued: int, landed: int, now: bool = True) -> None:
         """As the reader has it; the first batch has gone."""
         first = 0 if self._first is None or isinstance(self._first, End) else self._first.plan.host_bytes
-        self._reader.give_room(issued + 1, landed + first)
+        self._reader.give_room(issued + 1, landed + first, now)
 
     def cancel(self) -> None:
         """As the reader has it."""
