@@ -74,8 +74,8 @@ def prefetch_to_device(
         max_bytes: the most bytes of batches on any one device (`2 << 30` or `"2GiB"`). Counted from the put until
             released. At least two batches must fit, one with `delete_used`.
         host_size: batches pulled and not yet put. 0 pulls on the calling thread, without a thread: the first `next()`
-            pulls `size` batches, each later one pulls one, and blocks as long as that takes. A thread that has pulled
-            them all sleeps until half of them are gone, or `next()` waits.
+            pulls `size` batches, each later one pulls one, and blocks as long as that takes. Where batches are taken
+            within a millisecond, a thread that has pulled them all sleeps until half of them are gone.
         max_host_bytes: the most bytes of host memory for batches that have not landed; one always gets through. None:
             a quarter of what is free now, at least 256 MiB. On a GPU it is pinned memory, reused from batch to batch.
             What `read_into` has copied, of one batch, comes on top.

@@ -108,12 +108,11 @@ class DevicePrefetcher(Generic[T]):
         """
         batch: Any = _NOTHING
         try:
-            if self._turn.locked() and not self._is_free():
+            if not self._is_free():
                 raise StopIteration
             with self._turn:
                 batch = self._next()
-            if self._feed.closed:
-                self._clear_if_closed()
+            self._clear_if_closed()
             self._undelivered = _NOTHING
             return batch
         except BaseException:
@@ -226,19 +225,19 @@ class DevicePrefetcher(Generic[T]):
         """Batches of this pass that the loop has."""
         return self._feed.window.taken - self._feed.first - (self._undelivered is not _NOTHING)
 
-    # ---- one pass
-
     def _is_free(self) -> bool:
         """Whether this thread may take the turn, which is taken by `with` only: that a Ctrl-C cannot tear apart.
 
         False when the prefetcher is closed just now. Another thread that is quicker has to be waited for.
         """
-        if (taken := self._turn.locked()) and not self._feed.closed:
-            raise RuntimeError(
-                "next() was called while another call of it runs: one thread at a time may take batches. "
-                "Take them in one thread and hand them on."
-            )
-        return not taken
+        if not self._turn.locked():
+            return True
+        if self._feed.closed:
+            return False
+        raise RuntimeError(
+            "next() was called while another call of it runs: one thread at a time may take batches. "
+            "Take them in one thread and hand them on."
+        )
 
     def _clear_if_closed(self) -> None:
         """Frees what a closed prefetcher still holds: whoever has the turn last, or closes when nobody has it."""

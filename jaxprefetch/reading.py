@@ -31,7 +31,7 @@ class Reading:
 
     Args:
         host_size: batches pulled and not issued; 0: the loop pulls itself.
-        max_host_bytes: host memory of staged batches.
+        max_host_bytes: host memory of staged batches; not kept to where processes agree without a service.
         group: the processes that take part; None: this one alone.
         whole: every batch of the source is delivered, so that its length is that of the pass.
     """
@@ -59,9 +59,12 @@ class Reading:
         Args:
             again: the first batch was taken before a restart, and only shows what padding is like.
         """
+        most = self._max_host_bytes
+        if self._group is not None and self._service is None:  # a loop that waits for this batch settles the last later
+            most = None
         if self._host_size:
             reader: Reader | Inline | SkipsFirst = Reader(
-                pipeline, context=context, host_size=self._host_size, max_host_bytes=self._max_host_bytes
+                pipeline, context=context, host_size=self._host_size, max_host_bytes=most
             )
         else:
             reader = Inline(pipeline, context)

@@ -19,7 +19,7 @@ import numpy as np
 from jaxprefetch.device.pinning import Pinning
 from jaxprefetch.device.placement import Placement, Target
 from jaxprefetch.device.plan import Plan
-from jaxprefetch.errors import add_note
+from jaxprefetch.errors import Noted, add_note
 from jaxprefetch.fillers import Fillers
 from jaxprefetch.host.batching import LastBatch
 from jaxprefetch.host.leaves import (
@@ -40,8 +40,6 @@ from jaxprefetch.stowage import Stowage
 
 FEW_BYTES = 1 << 20
 """So many are sent as quickly from memory that the driver does not know."""
-
-STAGED = "jaxprefetch: raised while batch {} was staged"
 
 
 def stager(
@@ -117,11 +115,8 @@ class Stager:
         Raises:
             TypeError, ValueError: `spec` is no such description, or such a batch cannot go where it should.
         """
-        try:
+        with Noted(f"jaxprefetch: raised while batch {number} was staged", unless="Batch "):
             return self._offer(spec, number, reserve)
-        except Exception as error:
-            add_note(error, STAGED.format(number), unless="Batch ")
-            raise
 
     def stage(self, raw: Any, number: int, reserve: Reserve) -> Staged | None:
         """One batch ready to be put, or an offer that has been written; None for a short last one that is left out.
@@ -132,10 +127,10 @@ class Stager:
             TypeError, ValueError, OverflowError: the batch cannot go where it should; names the batch and the leaf.
             Exception: what a leaf, a node or the predicate of `keep_on_host` raises, with the batch in a note.
         """
-        try:  # a context manager takes longer
+        try:  # here, once a batch, `Noted` would take longer than it should
             return self._stage(raw, number, reserve)
         except Exception as error:
-            add_note(error, STAGED.format(number), unless="Batch ")
+            add_note(error, f"jaxprefetch: raised while batch {number} was staged", unless="Batch ")
             raise
 
     def filler(self, number: int) -> Staged | None:
@@ -264,9 +259,7 @@ class Stager:
     def _own(self, plan: Plan, leaves: list[Any], number: int) -> Staged:
         """Host memory of our own for every leaf that needs it."""
         leaves, copied = self._sorting.sort(plan, leaves, number)
-        if not copied and plan.packing is None:
-            return Staged(leaves, plan, Fresh())
-        slot = self._take(plan, copied)
+        slot = self._take(plan, copied) if copied else Fresh()
         try:
             return Staged(self._copied(plan, leaves, copied, slot), plan, slot)
         except Exception:  # after a Ctrl-C a copying thread may still write there: it goes when that has ended

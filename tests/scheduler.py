@@ -586,8 +586,6 @@ THREADING = SimpleNamespace(
     RLock=RLock,
     Condition=Condition,
     current_thread=threading.current_thread,
-    get_ident=threading.get_ident,
-    enumerate=threading.enumerate,
 )
 
 DRIVEN: dict[Any, dict[str, Any]] = {

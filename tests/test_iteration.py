@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import queue
 import threading
 
@@ -11,6 +12,7 @@ from gated import LIMIT_S, Counted, Gated, InThread, Loader, batch, number, numb
 
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.device.placement import Placement
+from jaxprefetch.host import reader
 from jaxprefetch.host.pipeline import Pipeline
 from jaxprefetch.host.reader import Reader
 from jaxprefetch.host.source import Source
@@ -172,6 +174,80 @@ def test_nothing_is_pulled_before_the_first_next():
         assert not reader_threads()
 
 
+def test_the_thread_that_takes_batches_is_known(monkeypatch):
+    """Whoever takes batches when the process exits has a moment to come to its end, started by others or not."""
+    with prefetch_to_device([batch(i) for i in range(9)]) as batches:
+        batches.start_prefetch()
+        (prefetcher_reader,) = batches._readers
+        assert prefetcher_reader.consumer is threading.current_thread()
+        other = threading.Thread(target=next, args=(batches,))
+        other.start()
+        other.join(LIMIT_S)
+        assert prefetcher_reader.consumer is other
+
+
+def test_a_thread_that_python_has_not_started_cannot_be_waited_for():
+    """A consumer on a thread of some C library is no error when the process exits."""
+    known, ends = queue.SimpleQueue(), threading.Event()
+
+    def foreign():
+        known.put(threading.current_thread())
+        ends.wait(LIMIT_S)
+
+    _thread.start_new_thread(foreign, ())
+    thread = known.get(timeout=LIMIT_S)
+    assert reader._join({"its reader": thread}, 0.0) == ["its reader"]
+    ends.set()
+
+
+@jax.tree_util.register_pytree_node_class
+class Closing:
+    """A node that closes the prefetcher which makes it."""
+
+    def __init__(self, leaf, close):
+        self.leaf, self.close = leaf, close
+
+    def tree_flatten(self):
+        return (self.leaf,), self.close
+
+    @classmethod
+    def tree_unflatten(cls, close, leaves):
+        close.now()
+        return cls(*leaves, close)
+
+
+class Close:
+    """What such a node calls."""
+
+    def __init__(self):
+        self.batches = None
+
+    def now(self):
+        if self.batches is not None:
+            self.batches.close()
+
+
+@by_host_size
+def test_a_batch_that_closes_its_prefetcher_leaves_nothing(host_size):
+    """`close()` while `next()` hands out: the batch comes, and what is left is freed without another call."""
+    close = Close()
+    ends = []
+
+    def source():
+        try:
+            for i in range(9):
+                yield Closing(batch(i)["x"], close)
+        finally:
+            ends.append(True)
+
+    close.batches = batches = prefetch_to_device(source(), host_size=host_size)
+    assert int(next(batches).leaf[0]) == 0
+    assert ends == [True]
+    assert not batches._readers
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
 # ---- room on the host
 
 
@@ -199,18 +275,18 @@ class Bell(queue.SimpleQueue):
 def test_a_reader_is_woken_once_half_of_its_batches_are_gone(host_size, issued, rung, now):
     """Or at once where that is asked for, as before every wait."""
     source = Counted()
-    reader = Reader(Pipeline(Source(source), Stager(Placement(), StagingOptions())), host_size=host_size)
-    reader._room = bell = Bell()
-    reader.start()
+    made = Reader(Pipeline(Source(source), Stager(Placement(), StagingOptions())), host_size=host_size)
+    made._room = bell = Bell()
+    made.start()
     assert bell.waited_for.wait(LIMIT_S)
     assert source.pulled == host_size
     bell.waited_for.clear()
-    reader.give_room(issued, 0, now)
+    made.give_room(issued, 0, now)
     assert bell.rung == (1 if now else rung)
     if bell.rung:  # it fills up what is free, and waits again
         assert bell.waited_for.wait(LIMIT_S)
         assert source.pulled == host_size + issued
-    reader.close()
+    made.close()
 
 
 # ---- element_spec

@@ -15,7 +15,7 @@ from test_ownership import CONSUMERS
 from test_placement import CONTEXTS
 
 from jaxprefetch import prefetch_to_device
-from jaxprefetch.device import packing
+from jaxprefetch.device import packing, times
 from jaxprefetch.device.kept import KeptBatches
 from jaxprefetch.host.reader import Reader
 
@@ -84,11 +84,13 @@ def test_every_batch_goes_through_the_function(kind: str, options: dict[str, Any
     assert seen == len(RAW)
 
 
+@pytest.mark.parametrize(("hurried_ns", "now"), [(0, True), (1 << 62, False)])
 @pytest.mark.parametrize("on_device", [None, cast], ids=["put", "cast"])
 def test_the_reader_wakes_before_the_call_that_lets_go_of_the_gil(
-    on_device: Any, packs: bool, monkeypatch: pytest.MonkeyPatch
+    on_device: Any, hurried_ns: int, now: bool, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It wants the GIL: woken after the call it would hold up the loop; without a call it may sleep on a while."""
+    """It wants the GIL: woken after the call it would hold up the loop; without a call a hurried loop lets it sleep."""
+    monkeypatch.setattr(times, "HURRIED_NS", hurried_ns)
     seen: list[Any] = []
 
     def noted(owner: Any, name: str) -> None:
@@ -104,7 +106,7 @@ def test_the_reader_wakes_before_the_call_that_lets_go_of_the_gil(
         seen.clear()
         next(batches)
     calls = on_device is not None or packs
-    assert seen[-2:] == ([("give_room", True), ("add", 0)] if calls else [("add", 0), ("give_room", False)])
+    assert seen[-2:] == ([("give_room", True), ("add", 0)] if calls else [("add", 0), ("give_room", now)])
 
 
 def test_it_is_traced_once_a_structure() -> None:

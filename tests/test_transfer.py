@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxprefetch import prefetch_to_device
 from jaxprefetch.device import transfer
+from jaxprefetch.device.context import Context
 
 
 def test_the_batched_put_is_there() -> None:
@@ -61,3 +64,33 @@ def test_a_batched_put_that_wants_other_arguments_is_done_without(monkeypatch) -
     monkeypatch.setattr(transfer, "_batched_put", (changed, *(transfer._batched_put or (None, None))[1:]))
     with prefetch_to_device([np.full(4, i) for i in range(5)]) as batches:
         assert [int(batch[0]) for batch in batches] == list(range(5))
+
+
+def test_only_the_first_batch_needs_what_is_in_force(monkeypatch) -> None:
+    """The settings of the call are entered where a put asks for one of them: not once the templates say it all."""
+    entered: list[Context] = []
+    real = Context.entered
+
+    def noted(context: Context) -> Any:
+        entered.append(context)
+        return real(context)
+
+    monkeypatch.setattr(Context, "entered", noted)
+    source = [{"x": np.full(4, i, np.float32), "seed": i} for i in range(5)]
+    with prefetch_to_device(source, 1, host_size=0) as batches:
+        assert [int(batch["seed"]) for batch in batches] == list(range(5))
+    assert len(entered) == 1
+    assert transfer_of(batches)._fast
+
+
+def test_what_guards_explicit_transfers_is_as_before() -> None:
+    """Our own are explicit, and those of the loop are what they were: refused where it says so."""
+    with prefetch_to_device([np.full(4, i) for i in range(3)]) as batches:
+        for _ in batches:
+            with jax.transfer_guard_host_to_device("disallow"), pytest.raises(Exception, match="Disallowed"):
+                jax.jit(lambda x: x + 1)(np.ones(4))
+
+
+def transfer_of(batches: Any) -> transfer.Transfer:
+    """Of the plan of the first batch."""
+    return batches._stager._shapes.first.transfer

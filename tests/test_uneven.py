@@ -73,10 +73,10 @@ def keys_left() -> int:
 
 @scenario
 def even(rank: int, folder: pathlib.Path) -> None:
-    """Any number of passes."""
+    """Any number of passes, also where one batch at a time may be in host memory."""
     for way in WAYS.values():
-        for host_size in (4, 0):
-            with prefetch(way(some(rank, 5)), host_size=host_size) as batches:
+        for options in ({"host_size": 4}, {"host_size": 0}, {"host_size": 2, "max_host_bytes": 1}):
+            with prefetch(way(some(rank, 5)), **options) as batches:
                 assert firsts(batches) == expected(rank, 5)
                 assert firsts(batches) == (expected(rank, 5) if way is list else [])
 

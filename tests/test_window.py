@@ -729,8 +729,27 @@ def in_next_1() -> Window:
     return window
 
 
+def in_next_1_of_3() -> Window:
+    """A window of three in `next(1)`: three batches issued, 0 handed out and not settled, 3 staged."""
+    window = Window(3)
+    stage(window, 3)
+    take(window)
+    stage(window, 1)
+    window.call()
+    return window
+
+
 def ended() -> Window:
     window = Window(2)
+    window.end()
+    return window
+
+
+def issued() -> Window:
+    """A window whose source has ended after one batch, which is on its way."""
+    window = staged_only(1)
+    window.call()
+    window.issue()
     window.end()
     return window
 
@@ -772,12 +791,18 @@ def uncalled() -> Window:
 
 ILLEGAL = {
     "staged after the end": (ended, lambda w: w.stage(COST), "a batch was staged after the end"),
+    "a pass before the last batch was taken": (
+        issued,
+        lambda w: w.restart(),
+        "a pass was begun before the last one was over",
+    ),
     "a pass within a pass": (in_next_1, lambda w: w.restart(), "a pass was begun before the last one was over"),
     "issued outside of a call": (lambda: staged_only(1), lambda w: w.issue(), "no batch is staged"),
     "issued without one staged": (awaiting, lambda w: w.issue(), "no batch is staged"),
     "issued too far ahead": (full, lambda w: w.issue(), "batch 2 does not fit"),
     "issued above the count": (in_next_1, lambda w: w.issue(), "batch 2 does not fit"),
     "issued above the bytes": (lambda: in_call(26, 25), lambda w: w.issue(), "batch 0 does not fit"),
+    "issued unsettled": (in_next_1_of_3, lambda w: w.issue(), "batch 0 has not been settled"),
     "refused without one staged": (awaiting, lambda w: w.refuse(), "no batch is staged"),
     "landed before the issue": (in_next_1, lambda w: w.landed(2), "batch 2 is not in flight"),
     "proved before the issue": (in_next_1, lambda w: w.proved(2), "batch 2 is not in flight"),
@@ -787,6 +812,7 @@ ILLEGAL = {
     "fenced twice": (awaiting, lambda w: w.fence(0), "step 0 needs no fence"),
     "fenced before it was taken": (awaiting, lambda w: w.fence(1), "step 1 needs no fence"),
     "a fence done that is not there": (awaiting, lambda w: w.fence_done(1), "step 1 has no fence"),
+    "a fence done before the first": (awaiting, lambda w: w.fence_done(-1), "step -1 has no fence"),
     "handed out unsettled": (in_next_1, lambda w: w.hand_out(), "batch 1 cannot be handed out"),
     "handed out unissued": (lambda: in_call(10, None), lambda w: w.hand_out(), "batch 0 cannot be handed out"),
     "handed out uncalled": (uncalled, lambda w: w.hand_out(), "batch 1 cannot be handed out"),

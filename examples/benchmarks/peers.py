@@ -230,7 +230,7 @@ def calls_alone() -> Method:
                 due, ahead = ahead, (batch, batch.plan.put(batch.leaves))
                 if due is not None:
                     delivery = handout.delivery(due[0].plan, due[0].leaves)
-                    leaves = delivery.leaves(due[1], delivery.dispatch(due[1]))
+                    leaves = delivery.leaves(due[1], delivery.dispatch(due[1])) if delivery.call else due[1]
                     yield jax.tree_util.tree_unflatten(delivery.treedef, leaves)
 
         yield batches()

@@ -76,7 +76,7 @@ class Feed:
         window, started, source_ns = self.window, time.perf_counter(), self.times.for_source.ns
         window.call()
         while not self.closed:
-            if window.next_staged == window.issued:
+            if not window.staged:
                 self._look()
             do, number = window.decide()
             if do is Do.SETTLE:
@@ -243,7 +243,7 @@ class Feed:
             self.window.end()
 
     def _give_room(self, *, now: bool = True) -> None:
-        """Before every wait and once a batch, not each time: it wakes a thread that then wants the GIL."""
+        """Before waits but that for a landing, and once a batch: it wakes a thread that then wants the GIL."""
         self._arrivals.give_room(self.window.issued - self.first, self._sending.landed, now)
 
     def _await_staged(self, number: int, waited: float, *, step_seen: bool) -> None:
@@ -266,25 +266,26 @@ class Feed:
 
     def _hand_out(self, number: int) -> Any:
         issued, window, delivery = self._issued[number], self.window, self._issued[number].delivery
-        if delivery.call is not None:  # it lets go of the GIL: a reader that wakes now is done before the loop goes on
+        calls, leaves = delivery.call is not None, issued.parcels
+        if calls:  # it lets go of the GIL: a reader that wakes now is done before the loop goes on
             self._give_room()
         try:
             if issued.plan.foreign:
-                issued.plan.check_alive(issued.parcels, number - self.first)
-            if issued.outs is None:
-                issued.outs = delivery.dispatch(issued.parcels) if delivery.call is not None else []
+                issued.plan.check_alive(leaves, number - self.first)
+            if calls:
+                issued.outs = delivery.dispatch(leaves) if issued.outs is None else issued.outs
+                leaves = delivery.leaves(leaves, issued.outs)
         except Exception as error:
             add_note(error, f"jaxprefetch: raised when batch {number - self.first} was handed out", unless="Batch ")
             self._fail(error)
             raise
-        leaves = issued.parcels if delivery.call is None else delivery.leaves(issued.parcels, issued.outs)
         batch = delivery.treedef.unflatten(leaves)  # runs code of registered nodes
         starved = window.issued < number + window.size and not window.staged and not window.ended
         self.times.hand_out(issued.plan.most, starved=starved)
         if not window.delete_used and delivery.largest is not None:
             self.kept.add(number, leaves[delivery.largest], self.first)
-        if delivery.call is None:
-            self._give_room(now=False)
+        if not calls:
+            self._give_room(now=not self.times.hurried)
         window.hand_out()
         return batch
 

@@ -47,13 +47,13 @@ class Delivery:
         return None if self.specs is None else jax.tree_util.tree_unflatten(self.treedef, self.specs)
 
     def dispatch(self, parcels: Sequence[Any]) -> list[jax.Array]:
-        """What is made on the devices, without waiting for it; for a delivery that has a call."""
+        """What its call makes on the devices, without waiting for it."""
         assert self.call is not None
         with compiled_as_ever():
             return self.call(*[parcels[i] for i in self.inputs])
 
     def leaves(self, parcels: list[Any], outs: Sequence[jax.Array]) -> list[Any]:
-        """The leaves of the batch; for a delivery that has a call, as above."""
+        """The leaves of a batch, once its call was dispatched; without a call they are the parcels."""
         both = [*parcels, *outs]
         return [both[i] for i in self.order]
 

@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 
 from jax.profiler import TraceAnnotation
 
+HURRIED_NS = 1_000_000
+"""A loop that takes batches faster feels a thread that wakes up for a moment and takes the GIL."""
+
 
 class Waits:
     """Counts and annotates waits, one after another: `with waits: ...`. A generator in its place takes thrice as long.
@@ -55,6 +58,7 @@ class LoopTimes:
     step_ns: int = 0  # of steps whose end was seen
     steps_seen: int = 0
     first: bool = True  # the interval in which the first step is compiled tells nothing
+    hurried: bool = False  # the last two batches of the pass were handed out within `HURRIED_NS`
 
     @property
     def source_ns(self) -> int:
@@ -68,11 +72,12 @@ class LoopTimes:
 
     def begin_pass(self) -> None:
         """What lies between two passes is nobody's step."""
-        self.last_ns = 0
+        self.last_ns, self.hurried = 0, False
 
     def hand_out(self, nbytes: int, *, starved: bool) -> None:
         """A batch is handed out now."""
         now = time.perf_counter_ns()
+        self.hurried = now - self.last_ns < HURRIED_NS
         if self.last_ns and self.first:
             self.first = False
         elif self.last_ns:

@@ -78,7 +78,7 @@ class Transfer:
     """Puts batches of one plan.
 
     Args:
-        context: in force during every put, whatever is in force around it.
+        context: in force, whatever is in force around it, during every put for which it matters.
         loose: leaves that go to the default device, uncommitted.
         placed: leaves that go where `shardings` says.
         rows: of leaves that come as their shards, one after another along the first axis: which one each device gets.

@@ -123,7 +123,7 @@ class Window:
         if self.ended:
             raise _wrong("a batch was staged after the end")
         number, self.source_is_late = self.next_staged, False
-        self._staged[number] = InFlight(cost, out or {}, foreign, needs_fence=self._by_fence)
+        self._staged[number] = InFlight(cost, out or {}, foreign)
         self.next_staged = number + 1
 
     def end(self) -> None:
@@ -204,12 +204,12 @@ class Window:
     def hand_out(self) -> int:
         """`next()` returns batch k: from here on the consumer's variable does not hold k-1 any more."""
         k, flight, batch = self.taken, self.flight, self.flight.batches.get(self.taken)
-        most = flight.most_with_out(k) if batch and batch.out else 0
-        fits = self.max_bytes is None or most <= self.max_bytes
-        if not batch or not self._calling or self._settled != k or not fits:
+        most = flight.most_with_out(k) if batch else 0
+        too_much = self.max_bytes is not None and most > self.max_bytes
+        if not batch or not self._calling or self._settled != k or too_much:
             raise _wrong("batch %d cannot be handed out", k)
-        short = self.issued < self.next_staged and self.issued < k + self.size
-        cut = self.cut_by_bytes + (short and not self._fits() and self._fits(by_count=True))
+        short = self.staged > 0 and self.issued < k + self.size
+        cut = self.cut_by_bytes + (short and len(flight.batches) < self._limit and not self._fits())
         batches, peak, previous = flight.without_dropped(k - 1), max(flight.peak_bytes, most), flight.batches.get(k - 1)
         if previous is not None:
             previous.dropped = True
@@ -253,7 +253,7 @@ class Window:
     def _with_batch(self, k: int) -> Action:
         """Batch k is on its way; is the next one worth waiting for?"""
         hand_out = Do.HAND_OUT, k
-        if self.max_bytes is not None and not self._out_fits(k):
+        if self.max_bytes is not None and self.flight.most_with_out(k) > self.max_bytes:
             hand_out = self._first_waiting() or hand_out  # there is one: else batch k would not have been issued
         complete = self.issued == k + self.size or (self.ended and not self.staged)
         if complete or k == 0 or self._refusals or (self.flight.done >= k - 1 and self.flight.batches[k].landed):
@@ -273,24 +273,20 @@ class Window:
                 return (Do.AWAIT_FENCE if open_fence else Do.PROVE_LANDING), number
         return None
 
-    def _fits(self, *, without_waiting: bool = False, by_count: bool = False) -> bool:
-        """Whether the next staged batch may be issued.
+    def _fits(self, *, without_waiting: bool = False) -> bool:
+        """Whether the next staged batch may be issued; `without_waiting`: once what only a wait keeps is gone."""
+        held, j = self.flight.referred_to() if without_waiting else self.flight.batches, self.issued
+        if len(held) >= self._limit:
+            return False
+        if self.max_bytes is None:
+            return True
+        return self.flight.most_to_come(j, self._staged[j], self.taken, held) <= self.max_bytes
 
-        Args:
-            without_waiting: once what only a wait keeps in flight is gone.
-            by_count: were it not for `max_bytes`.
-        """
-        flight = self.flight
-        held = flight.referred_to() if without_waiting else flight.batches
-        last = flight.batches.get(self.taken - 1)  # the consumer's, until this call returns
-        limit = self.size + (not self.delete_used or (last is not None and last.foreign))
-        if len(held) >= limit or by_count or self.max_bytes is None:
-            return len(held) < limit
-        j = self.issued
-        return flight.most_to_come(j, self._staged[j], self.taken, held) <= self.max_bytes
-
-    def _out_fits(self, k: int) -> bool:
-        return self.max_bytes is None or self.flight.most_with_out(k) <= self.max_bytes
+    @property
+    def _limit(self) -> int:
+        """Batches in flight at any time."""
+        last = self.flight.batches.get(self.taken - 1)  # the consumer's, until this call returns
+        return self.size + (not self.delete_used or (last is not None and last.foreign))
 
 
 def _wrong(what: str, *numbers: int) -> RuntimeError:

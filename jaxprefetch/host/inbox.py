@@ -135,7 +135,7 @@ class Inbox:
         self._tell_end()
         return here
 
-    def give_room(self, issued: int, landed: int, now: bool = True) -> None:
+    def give_room(self, issued: int, landed: int, now: bool) -> None:
         """Room is counted by what is taken."""
 
     def cancel(self) -> None:

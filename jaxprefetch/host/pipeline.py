@@ -81,6 +81,10 @@ class SourceTimes:
             self.passes + other.passes,
         )
 
+    def working_ns(self) -> int:
+        """A clock that stands still while the thread waits for room."""
+        return time.perf_counter_ns() - self.room_ns
+
     @property
     def batch_ns(self) -> float:
         """What the source and staging take for a batch that is not the first of its pass."""
@@ -162,7 +166,7 @@ class Pipeline:
                 self._pulled(number)
             return
         times = self.times
-        start = time.perf_counter_ns() - times.room_ns  # a clock that stands still while the thread waits for room
+        start = times.working_ns()
         with TraceAnnotation("jaxprefetch.pull"):
             pulls = self._pulls or self._ask(number, self._open)
             if self._writes:
@@ -173,7 +177,7 @@ class Pipeline:
             raise StopIteration
         if self._has_places:
             self._pulled(number)
-        took = time.perf_counter_ns() - times.room_ns - start
+        took = times.working_ns() - start
         times.pulled = number + 1
         times.pull_ns += took
         if not number:
@@ -218,7 +222,7 @@ class Pipeline:
 
     def _write(self, offer: BatchMemory, number: int) -> None:
         if not offer.rows:
-            self._ask(number, offer.rows.extend, map(self.iterator.read_into, [offer.out]))  # in C, too
+            self._ask(number, lambda: offer.rows.extend(map(self.iterator.read_into, [offer.out])))  # in C, too
         if not offer.ended:
             self._raw.append(offer)
 
@@ -237,10 +241,10 @@ class Pipeline:
 
     def _stage_pulled(self, number: int, reserve: Reserve) -> Any:
         times = self.times
-        start = time.perf_counter_ns() - times.room_ns  # a clock that stands still while the thread waits for room
+        start = times.working_ns()
         with TraceAnnotation("jaxprefetch.stage"):
             item = self._staging(self._stager.stage, self._raw[0], number, reserve)
-        took = time.perf_counter_ns() - times.room_ns - start
+        took = times.working_ns() - start
         times.stage_ns += took
         if not number:
             times.first_ns += took

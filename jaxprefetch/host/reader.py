@@ -62,14 +62,14 @@ class Reader(Shelf):
         self._pulled = self._issued = self._reserved = self._landed = 0  # the thread's own counts, of batches and bytes
         self._told = 0, 0  # written by the consumer: batches issued and bytes landed
         self._wants_room = False  # written by the thread
-        self._can_wait_till = 0  # batches issued; before that it may sleep on; written by the thread, too
+        self._half_gone_at = 0  # when so many batches are issued; written by the thread, too
         self._thread: threading.Thread | None = None  # made by start(): a thread refers to its reader
-        self.consumer: int | None = None  # the thread that called start() or before_next() last
+        self.consumer: threading.Thread | None = None  # who called start() or before_next() last
         self._runs: dict[str, threading.Thread] = {}  # "thread": the one that got to run; written with setdefault
 
     def start(self) -> None:
         """Starts the thread, once."""
-        self.consumer = threading.get_ident()
+        self.consumer = threading.current_thread()
         if self._thread is None and not self._cancelled:
             thread = threading.Thread(target=self._run, name="jaxprefetch-reader", daemon=True)
             _live.add(self)
@@ -82,7 +82,7 @@ class Reader(Shelf):
 
     def before_next(self, taken: int) -> None:
         """The calling thread is about to ask for the batch of this number; starts a thread that could not be had."""
-        self.consumer = threading.get_ident()
+        self.consumer = threading.current_thread()
         if self._thread is None:
             self.start()
 
@@ -90,11 +90,11 @@ class Reader(Shelf):
         """So many batches have been issued altogether, and so many bytes of host memory have landed.
 
         Args:
-            now: wakes the thread. Else it sleeps on while half of its batches are ahead: a thread that wakes up takes
-                the GIL from the loop, and two batches one after another take it for little longer than one.
+            now: wakes the thread. Else it sleeps on while more than half of its batches are ahead: a thread that wakes
+                up takes the GIL from the loop, for two batches one after another little longer than for one.
         """
         self._told = issued, landed
-        if self._wants_room and (now or issued >= self._can_wait_till):
+        if self._wants_room and (now or issued >= self._half_gone_at):
             self._room.put(None)
 
     def cancel(self) -> None:
@@ -138,10 +138,9 @@ class Reader(Shelf):
 
     def _wait_for_room(self) -> bool:
         """Takes room for one batch; False when cancelled."""
-        self._can_wait_till = self._pulled - self._host_size // 2
+        self._half_gone_at = self._pulled - self._host_size // 2
         while self._pulled - self._issued >= self._host_size and not self._cancelled:
             self._take_room()
-        self._can_wait_till = 0
         self._pulled += 1
         return not self._cancelled
 
@@ -200,7 +199,8 @@ def _join(threads: Mapping[Reader, threading.Thread | None], seconds: float) -> 
     me = threading.current_thread()
     running = {r: t for r, t in threads.items() if t is not None and t is not me and t.is_alive()}
     for thread in running.values():
-        thread.join(max(0.0, deadline - time.perf_counter()))
+        with contextlib.suppress(AssertionError, RuntimeError):  # threads that Python has not started cannot be joined
+            thread.join(max(0.0, deadline - time.perf_counter()))
     return [reader for reader, thread in running.items() if thread.is_alive()]
 
 
@@ -222,5 +222,4 @@ def _stop_all() -> None:
     """
     readers = list(_live)
     stop(readers, logging.INFO)
-    threads = {thread.ident: thread for thread in threading.enumerate()}
-    _join({reader: threads.get(reader.consumer) for reader in readers}, CLOSE_SECONDS / 2)
+    _join({reader: reader.consumer for reader in readers}, CLOSE_SECONDS / 2)

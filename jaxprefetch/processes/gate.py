@@ -111,8 +111,8 @@ class Gate(Shelf):
             self._pass_one()
         return super().wait(number, timeout if self._host_size else 0)
 
-    def give_room(self, issued: int, landed: int, now: bool = True) -> None:
-        """As `Reader` has it."""
+    def give_room(self, issued: int, landed: int, now: bool) -> None:
+        """As `Reader` has it; the thread here is woken always."""
         self._issued = issued
         self._reader.give_room(issued, landed, now)
         if self._wants_room:

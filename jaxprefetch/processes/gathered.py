@@ -84,7 +84,7 @@ class Gathered(Shelf):
             self._pass_one()
         return super().wait(number, timeout)
 
-    def give_room(self, issued: int, landed: int, now: bool = True) -> None:
+    def give_room(self, issued: int, landed: int, now: bool) -> None:
         """As `Reader` has it."""
         self._reader.give_room(issued, landed, now)
 
