@@ -105,7 +105,7 @@ def _budget(method: peers.Method, megabytes: float, tiny: bool) -> Budget:
     if tiny:
         return Budget(most=3, least=3, seconds=1.0, warm=2)
     if megabytes >= LARGE:
-        return Budget(most=40, least=3, seconds=0.2, warm=20 if method.is_ours else 2)
+        return Budget(most=40, least=max(3, 2 * method.ahead), seconds=0.2, warm=20 if method.is_ours else 2)
     return Budget(most=2000, least=8, seconds=0.12, warm=10)
 
 

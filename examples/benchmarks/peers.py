@@ -37,6 +37,7 @@ class Method:
         is_ours: a failure of ours fails the benchmark; one of a peer is written down.
         package: the package that it needs.
         base: the method of which the share is taken.
+        ahead: batches that it may have copied before they are asked for, so that a few steps would tell nothing.
         measure: for a method with a loop of its own, `(budget, pace_ms)` to a sample, instead of an opener.
     """
 
@@ -46,6 +47,7 @@ class Method:
     is_ours: bool = False
     package: str = "jax"
     base: str = "resident"
+    ahead: int = 0
     measure: Callable[[Budget, float | None], dict] | None = None
 
     def open(self, host: dict[str, HostBatches], place) -> Opened:
@@ -138,7 +140,7 @@ def grain(memory: str = "pageable") -> Method:
         finally:
             iterator.close()
 
-    return Method(f"grain device_put, {memory}", memory, opener, package="grain")
+    return Method(f"grain device_put, {memory}", memory, opener, package="grain", ahead=10)
 
 
 def datarax(memory: str = "pageable") -> Method:

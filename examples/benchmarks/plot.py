@@ -98,16 +98,20 @@ def _bar(axes: Axes, where: float, share: float, height: float, kind: tuple[bool
     axes.text(0.012, where, about, va="center", fontsize=9.5, color=ink, clip_on=True)
 
 
+MOST_OF_LIMIT = 1.1
+"""What is more is of copies that were made before the timing began."""
+
+
 def draw_rates(axes: Axes, record: dict) -> None:
     """Sustained copies against the size of a batch, below the limit of the link."""
     cases = [case for case in record["results"].values() if isinstance(case, dict)]
     limit = next(name for name in LIMITS if any("gib_s" in case["methods"].get(name, {}) for case in cases))
-    ends = []
+    most, ends = MOST_OF_LIMIT * record["results"]["limit_gib_s"], []
     for name, (color, style, label) in {limit: (INK, ":", "limit: pinned copy"), **LINES}.items():
         points = [
             (case["batch_bytes"] / 1e6, case["methods"][name]["gib_s"]["median"])
             for case in cases
-            if "gib_s" in case["methods"].get(name, {})
+            if "gib_s" in case["methods"].get(name, {}) and case["methods"][name]["gib_s"]["median"] <= most
         ]
         if points:
             width = 2.8 if _is_ours(name) else 1.6
