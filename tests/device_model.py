@@ -6,6 +6,7 @@
 Batch j takes S[j] to be pulled and staged, X[j] to be copied, and C[j] for its step:
 
     staged[j] = max(staged[j-1], issued[j-host_size]) + S[j]         on demand: not before the step of j-1 has ended
+                (the reader of a loop that takes batches within a millisecond may begin later: see `Reader.give_room`)
     copied[j] = max(time of put, end of the compute enqueued before it, copied[j-1]) + X[j]
     ended[k]  = max(time of dispatch, end of the compute stream, copied[k]) + C[k]
     memory of j: from the put until its last reference is gone and it has been copied

@@ -25,17 +25,18 @@ def stage(window: Window, batches: int, cost=COST, **options) -> None:
 
 def tell(window: Window, action: Action) -> None:
     """Carries out one action and reports the plainest fact."""
-    match action[0]:
+    do, number = action
+    match do:
         case Do.SETTLE:
-            window.settled(action[1])
+            window.settled(number)
         case Do.ISSUE:
             window.issue()
         case Do.FENCE:
-            window.fence(action[1])
+            window.fence(number)
         case Do.AWAIT_FENCE:
-            window.fence_done(action[1])
+            window.fence_done(number)
         case Do.PROVE_LANDING:
-            window.proved(action[1])
+            window.proved(number)
         case Do.AWAIT_SOURCE | Do.AWAIT_STAGED:
             window.stage(COST)
 
@@ -1103,37 +1104,39 @@ class Histories(RuleBasedStateMachine):
 
     def carry_out(self, action: Action, data) -> None:
         window, ledger = self.window, self.ledger
-        match action[0]:
+        do, number = action
+        match do:
             case Do.SETTLE:
                 disposed = self.disposing and data.draw(st.booleans(), label="disposed")
-                window.settled(action[1], disposed=disposed)
-                ledger.settle(action[1], disposed)
+                window.settled(number, disposed=disposed)
+                ledger.settle(number, disposed)
             case Do.ISSUE if data.draw(seldom, label="refused"):
                 window.refuse()
                 ledger.refusals += 1
             case Do.ISSUE:
-                assert window.issue() == ledger.issue() == action[1]
+                assert window.issue() == ledger.issue() == number
             case Do.FENCE:
-                window.fence(action[1])
-                ledger.fence = action[1]
+                window.fence(number)
+                ledger.fence = number
             case Do.AWAIT_FENCE:
-                window.fence_done(action[1])
-                ledger.done = action[1]
+                window.fence_done(number)
+                ledger.done = number
             case Do.PROVE_LANDING:
-                window.proved(action[1])
-                for batch in ledger.batches[: action[1] + 1]:
+                window.proved(number)
+                for batch in ledger.batches[: number + 1]:
                     batch.landed = True
             case Do.AWAIT_SOURCE | Do.AWAIT_STAGED:
                 self.bring_news(action, data)
             case Do.HAND_OUT:
-                assert window.hand_out() == ledger.hand_out() == action[1]
+                assert window.hand_out() == ledger.hand_out() == number
 
     def bring_news(self, action: Action, data) -> None:
         """One fact that ends the wait."""
+        do, number = action
         news = ["staged"] * 5 + ["ended"]
-        if action[0] is Do.AWAIT_STAGED and self.ledger.done < self.ledger.fence:
+        if do is Do.AWAIT_STAGED and self.ledger.done < self.ledger.fence:
             news.append("fenced")
-        if action[0] is Do.AWAIT_STAGED and not self.ledger.batches[action[1]].landed:
+        if do is Do.AWAIT_STAGED and not self.ledger.batches[number].landed:
             news.append("landed")
         match data.draw(st.sampled_from(news), label="news"):
             case "staged":
@@ -1141,11 +1144,11 @@ class Histories(RuleBasedStateMachine):
             case "ended":
                 self.end(True)
             case "fenced":
-                self.window.fence_done(action[1] - 1)
-                self.ledger.done = action[1] - 1
+                self.window.fence_done(number - 1)
+                self.ledger.done = number - 1
             case "landed":
-                self.window.landed(action[1])
-                self.ledger.land(action[1])
+                self.window.landed(number)
+                self.ledger.land(number)
 
     # -- facts that cannot be true
 

@@ -13,6 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -96,6 +97,7 @@ def in_clean_thread(call: Callable[[], T]) -> T:
     """
     made: list[T] = []
     errors: list[BaseException] = []
+    over: SimpleQueue[None] = SimpleQueue()
 
     def run() -> None:
         try:
@@ -103,10 +105,11 @@ def in_clean_thread(call: Callable[[], T]) -> T:
                 made.append(call())
         except BaseException as error:  # re-raised below, on the caller's thread
             errors.append(error)
+        finally:
+            over.put(None)
 
-    thread = threading.Thread(target=run, name="jaxprefetch-compile", daemon=False)
-    thread.start()
-    thread.join()
+    threading.Thread(target=run, name="jaxprefetch-compile", daemon=False).start()
+    over.get()  # a `join` that a Ctrl-C strikes may leave the thread's lock taken (seen in Python 3.11)
     if errors:
         raise errors.pop()
     return made[0]
