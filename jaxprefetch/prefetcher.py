@@ -139,7 +139,8 @@ class DevicePrefetcher(Generic[T]):
         self._clear_if_closed()
 
     def next_is_staged(self) -> bool:
-        """Whether `next()` would not wait for the source; False before anything was started. Never blocks."""
+        """Whether `next()` would not wait for the source; False before anything was started, and where `max_host_bytes`
+        holds a batch back until `next()` has seen the one before land. Never blocks."""
         return self._over or (bool(self._readers) and self._feed.has_next)
 
     @property
