@@ -288,8 +288,7 @@ class DevicePrefetcher(Generic[T]):
             return self._undelivered
         if self._over:
             self._feed.raise_end()
-        if not self._readers:
-            self._begin_pass()
+        self._begin_pass()
         self._places.forget(taken := self._taken())
         for reader in self._readers:
             reader.before_next(taken)

@@ -581,11 +581,7 @@ class Clock:
 
 
 THREADING = SimpleNamespace(
-    Thread=Thread,
-    Lock=Lock,
-    RLock=RLock,
-    Condition=Condition,
-    current_thread=threading.current_thread,
+    Thread=Thread, Lock=Lock, RLock=RLock, Condition=Condition, current_thread=threading.current_thread
 )
 
 DRIVEN: dict[Any, dict[str, Any]] = {

@@ -12,6 +12,7 @@ import pytest
 from gated import Counted, Gated, InThread, Loader, Watch, batch, number, numbers, reader_threads, wait
 
 from jaxprefetch import prefetch_to_device
+from jaxprefetch.device import times
 from jaxprefetch.host.reader import Reader
 
 by_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -40,8 +41,13 @@ def test_inline_pulls_size_at_first_then_one_each(size):
 
 @by_size
 @pytest.mark.parametrize("host_size", [1, 2, 4])
-def test_reader_stays_host_size_ahead_of_the_window(size, host_size, monkeypatch):
-    """Whenever the reader rests, it has pulled `host_size` batches more than were issued, or more than half of that."""
+@pytest.mark.parametrize("hurried_ns", [0, 1 << 62])
+def test_reader_stays_host_size_ahead_of_the_window(size, host_size, hurried_ns, monkeypatch):
+    """Whenever the reader rests, it has pulled exactly `host_size` batches more than were issued.
+
+    In a loop that hurries more than half of that.
+    """
+    monkeypatch.setattr(times, "HURRIED_NS", hurried_ns)
     watch, source = Watch(monkeypatch), Counted()
     with prefetch_to_device(source, size, host_size=host_size) as batches:
         batches.start_prefetch()
@@ -52,6 +58,8 @@ def test_reader_stays_host_size_ahead_of_the_window(size, host_size, monkeypatch
             watch.wait_reader_idle()
             issued = batches.statistics().issued
             assert k < issued <= k + size
+            if not hurried_ns:
+                assert source.pulled == issued + host_size
             assert host_size // 2 < source.pulled - issued <= host_size
 
 

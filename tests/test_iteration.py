@@ -174,16 +174,16 @@ def test_nothing_is_pulled_before_the_first_next():
         assert not reader_threads()
 
 
-def test_the_thread_that_takes_batches_is_known(monkeypatch):
+def test_the_thread_that_takes_batches_is_known():
     """Whoever takes batches when the process exits has a moment to come to its end, started by others or not."""
     with prefetch_to_device([batch(i) for i in range(9)]) as batches:
         batches.start_prefetch()
-        (prefetcher_reader,) = batches._readers
-        assert prefetcher_reader.consumer is threading.current_thread()
+        (made,) = batches._readers
+        assert made.consumer is threading.current_thread()
         other = threading.Thread(target=next, args=(batches,))
         other.start()
         other.join(LIMIT_S)
-        assert prefetcher_reader.consumer is other
+        assert made.consumer is other
 
 
 def test_a_thread_that_python_has_not_started_cannot_be_waited_for():

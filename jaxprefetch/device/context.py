@@ -31,6 +31,9 @@ STANDARD_DTYPES = {"bool", "float16", "float32", "float64", "complex64", "comple
 STANDARD_DTYPES |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 """NumPy's own, which every JAX has."""
 
+NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+"""What becomes of those of 64 bits without `enable_x64`."""
+
 
 @dataclass(frozen=True)
 class Context:

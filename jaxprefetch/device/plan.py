@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from jaxprefetch.device.context import STANDARD_DTYPES, Context
+from jaxprefetch.device.context import NARROW, STANDARD_DTYPES, Context
 from jaxprefetch.device.cost import Cost, together
 from jaxprefetch.device.packing import Packing, find_packing
 from jaxprefetch.device.placement import Target, local_devices
@@ -32,8 +32,6 @@ from jaxprefetch.errors import KEEP, OPTION, add_note, deleted, difference, some
 
 HOST_ALIGNMENT = 64
 """Bytes between the starts of leaves in host memory."""
-
-_NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
 @dataclass(frozen=True)
@@ -282,7 +280,7 @@ def _device_dtype(dtype: np.dtype, x64: bool) -> np.dtype:
         raise TypeError  # JAX would pass it through as it is
     if native.name not in STANDARD_DTYPES:
         jax.device_put(np.zeros((), native))  # ml_dtypes: some JAX takes, which depends on its version
-    return native if x64 else np.dtype(_NARROW.get(native.name, native))
+    return native if x64 else np.dtype(NARROW.get(native.name, native))
 
 
 def device_dtype(dtype: np.dtype, x64: bool, where: str) -> np.dtype:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxprefetch.device.context import Context, Device
+from jaxprefetch.device.context import NARROW, Context, Device
 from jaxprefetch.device.placement import Target
 
 
@@ -38,7 +38,6 @@ def _find_batched_put() -> tuple[Callable[..., jax.Array], Callable[[], Any]] | 
 
 
 _batched_put = _find_batched_put()
-_OF_64_BITS = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +65,14 @@ class _Template:
     @property
     def knows_dtype(self) -> bool:
         """Whether JAX makes the same of its bytes, whatever `enable_x64` is set to."""
-        return self.aval.dtype not in _OF_64_BITS
+        return self.aval.dtype.name not in NARROW
 
-    def array(self, number: Any) -> np.ndarray:
-        """A number of Python's."""
-        with np.errstate(all="ignore"):
-            return np.asarray(number, self.aval.dtype)
+    def put(self, leaf: Any, batched_put: Callable[..., jax.Array]) -> jax.Array:
+        if not isinstance(leaf, np.ndarray):  # a number of Python's
+            with np.errstate(all="ignore"):
+                leaf = np.asarray(leaf, self.aval.dtype)
+        shards = [leaf] * len(self.devices) if self.indices is None else [leaf[index] for index in self.indices]
+        return batched_put(self.aval, self.sharding, shards, self.devices, self.committed)
 
 
 class Transfer:
@@ -132,10 +133,8 @@ class Transfer:
         put, guard = _batched_put[0], _batched_put[1]()
         before, guard.explicit_device_put = guard.explicit_device_put, True  # as in JAX's own `device_put`
         try:
-            for i, t in self._templates.items():
-                leaf = out[i] if isinstance(out[i], np.ndarray) else t.array(out[i])
-                shards = [leaf] * len(t.devices) if t.indices is None else [leaf[index] for index in t.indices]
-                out[i] = put(t.aval, t.sharding, shards, t.devices, t.committed)
+            for i, template in self._templates.items():
+                out[i] = template.put(out[i], put)
         except TypeError:  # a JAX whose batched put wants other arguments
             self._fast = False
             return None

@@ -143,12 +143,12 @@ class Window:
 
     def issue(self) -> int:
         """The next staged batch has been put; returns its number."""
-        number, taken = self.issued, self.taken
-        if not self._calling or number == self.next_staged:
+        number = self.issued
+        if not self._calling or not self.staged:
             raise _wrong("no batch is staged")
-        if number >= taken + self.size or not self._fits():
+        if number >= self.taken + self.size or not self._fits():
             raise _wrong("batch %d does not fit", number)
-        if self._settled != taken:
+        if self._settled != self.taken:
             raise _wrong("batch %d has not been settled", self._settled)
         batches = self.flight.with_issued(number, self._staged[number])
         self._staged.pop(number - 1, None)
@@ -223,16 +223,15 @@ class Window:
         """What `next(k)` has to do now, k = `taken`. Asking changes nothing."""
         if not self._calling:
             raise _wrong("decide() outside of a call")
-        k, issued, flight = self.taken, self.issued, self.flight
+        k, issued = self.taken, self.issued
         if self._settled < k:
             return Do.SETTLE, k - 1
-        if self._fenced < k - 1 and (previous := flight.batches.get(k - 1)) and previous.needs_fence:
+        if self._fenced < k - 1 and (previous := self.flight.batches.get(k - 1)) and previous.needs_fence:
             return Do.FENCE, k - 1
         if issued < k + self.size:
-            staged = issued < self.next_staged
-            if staged and not self._refusals and self._fits():
+            if self.staged and not self._refusals and self._fits():
                 return Do.ISSUE, issued
-            if self._inline and not staged and not self.ended:
+            if self._inline and not self.staged and not self.ended:
                 return Do.AWAIT_SOURCE, issued
         return self._without_batch(k) if issued == k else self._with_batch(k)
 
@@ -275,11 +274,12 @@ class Window:
 
     def _fits(self, *, without_waiting: bool = False) -> bool:
         """Whether the next staged batch may be issued; `without_waiting`: once what only a wait keeps is gone."""
-        held, j = self.flight.referred_to() if without_waiting else self.flight.batches, self.issued
+        held = self.flight.referred_to() if without_waiting else self.flight.batches
         if len(held) >= self._limit:
             return False
         if self.max_bytes is None:
             return True
+        j = self.issued
         return self.flight.most_to_come(j, self._staged[j], self.taken, held) <= self.max_bytes
 
     @property

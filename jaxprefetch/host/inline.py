@@ -35,7 +35,7 @@ class Inline:
         """Nothing to start."""
 
     def before_next(self, taken: int) -> None:
-        """The loop is about to ask for the batch of this number. Nothing is to be done there."""
+        """As `Shelf` has it."""
 
     def wait(self, number: int, timeout: float | None) -> bool:
         """Pulls and stages the next batch, however long that takes."""

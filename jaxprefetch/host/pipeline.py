@@ -158,12 +158,10 @@ class Pipeline:
     def _pull(self, number: int, reserve: Reserve) -> None:
         if self._number != number:
             self._raw.clear()
-            if self._offer is not None:  # that one was left out
-                self._take_back()
+            self._take_back()  # that one was left out
             self._number = number
         if self._raw:  # an interrupt struck while it was staged
-            if self._has_places:
-                self._pulled(number)
+            self._pulled(number)
             return
         times = self.times
         start = times.working_ns()
@@ -175,8 +173,7 @@ class Pipeline:
                 self._ask(number, self._raw.extend, itertools.islice(pulls, 1))
         if not self._raw:
             raise StopIteration
-        if self._has_places:
-            self._pulled(number)
+        self._pulled(number)
         took = times.working_ns() - start
         times.pulled = number + 1
         times.pull_ns += took
@@ -191,8 +188,7 @@ class Pipeline:
                 iterator = self.iterator = self._source.open()
             self._source.hand_over(iterator)
             self._has_places = self._source.has_places(iterator)
-            if self._has_places:
-                self._pulled(-1)
+            self._pulled(-1)
             self._writes = writes_batches(iterator)
             self._check_open()
             self._pulls = itertools.starmap(next, itertools.repeat((iterator,)))
@@ -205,7 +201,7 @@ class Pipeline:
 
     def _pulled(self, number: int) -> None:
         """Notes the source's own state behind this batch (-1: before the first), before the next one is pulled."""
-        if number + 1 not in self.places:
+        if self._has_places and number + 1 not in self.places:
             self._note_place(number + 1, self._source.place(self.iterator))
 
     def _note_place(self, pulled: int, place: Any) -> None:

@@ -64,7 +64,7 @@ class Reader(Shelf):
         self._wants_room = False  # written by the thread
         self._half_gone_at = 0  # when so many batches are issued; written by the thread, too
         self._thread: threading.Thread | None = None  # made by start(): a thread refers to its reader
-        self.consumer: threading.Thread | None = None  # who called start() or before_next() last
+        self.consumer: threading.Thread | None = None  # who called start() last, as each next() does
         self._runs: dict[str, threading.Thread] = {}  # "thread": the one that got to run; written with setdefault
 
     def start(self) -> None:
@@ -79,12 +79,6 @@ class Reader(Shelf):
             finally:  # no more threads to be had, or Ctrl-C, before or after it began to run: another call tries again
                 if self._thread is None:
                     _live.discard(self)
-
-    def before_next(self, taken: int) -> None:
-        """The calling thread is about to ask for the batch of this number; starts a thread that could not be had."""
-        self.consumer = threading.current_thread()
-        if self._thread is None:
-            self.start()
 
     def give_room(self, issued: int, landed: int, now: bool = True) -> None:
         """So many batches have been issued altogether, and so many bytes of host memory have landed.

@@ -29,6 +29,9 @@ class Shelf:
         self._waited_for = False  # written by the thread that waits
         self._cancelled = False  # written once, False to True
 
+    def before_next(self, taken: int) -> None:
+        """The loop's thread is about to ask for the batch of this number. Nothing is to be done there."""
+
     def leave(self, number: int, item: Any) -> None:
         """Puts an item where the other thread finds it."""
         self.items[number] = item

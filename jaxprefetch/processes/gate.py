@@ -101,10 +101,6 @@ class Gate(Shelf):
                 self._thread = None
                 raise
 
-    def before_next(self, taken: int) -> None:
-        """The loop's thread is about to ask for the batch of this number; starts threads that could not be had."""
-        self.start()
-
     def wait(self, number: int, timeout: float | None) -> bool:
         """Whether item `number` is there within so many seconds. Blocking: that long; without a thread, until it is."""
         while not self._host_size and self._number <= number and not (self._over or self._cancelled):

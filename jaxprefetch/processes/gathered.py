@@ -69,7 +69,6 @@ class Gathered(Shelf):
 
         Blocking: for this process's batch, then for those of all others.
         """
-        self.start()
         if self._inline:
             return  # `wait` is called for the same batches in every process
         while self._passed <= taken and not self._over:
